@@ -1,0 +1,31 @@
+"""Reading and writing small JSON files."""
+
+import json
+import pathlib
+from typing import Any
+
+from rhyme_jax.errors import InputError, one_line
+
+
+def read_json(path: pathlib.Path) -> dict:
+    """The JSON object in a file.
+
+    Raises:
+      InputError: there is no such file, or it holds something else.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: does not exist")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as e:
+        raise InputError(f"{path}: not readable as JSON ({one_line(e)})") from e
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)

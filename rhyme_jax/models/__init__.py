@@ -1,0 +1,1 @@
+"""The pure-JAX decoder: configuration, parameters, forward pass, weights and tokenizers."""

@@ -1,0 +1,166 @@
+"""The decoder's forward pass: one function for the learner (no cache) and for the rollout (KV cache).
+
+Suffix letters of shapes: B rows, K positions fed, S cache positions, D width, H query heads, N key/value heads,
+M = H / N query heads per key/value head, F MLP width, V vocabulary, h one head's width.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rhyme_jax.models.config import DecoderConfig
+from rhyme_jax.models.params import BATCH_AXES
+
+Cache = tuple[tuple[jax.Array, jax.Array], ...]  # per layer: keys and values, each [B, N, S, h]
+
+
+def init_cache(config: DecoderConfig, rows: int, positions: int) -> Cache:
+    """Zeroed per-layer key and value buffers.
+
+    [rows, kv_heads, positions, head_dim] decodes about twice as fast on CPU as with positions before heads;
+    a buffer per layer is updated in place, where one stacked over layers would be copied every iteration.
+    """
+    shape = (rows, config.kv_heads, positions, config.head_dim)
+    return tuple(
+        (jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)) for _ in range(config.layers)
+    )
+
+
+def forward(
+    params: dict,
+    config: DecoderConfig,
+    tokens_BK: jax.Array,
+    positions_BK: jax.Array,
+    cache: Cache | None = None,
+    *,
+    remat: bool = False,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, Cache | None]:
+    """Final hidden states of the fed tokens, and the cache with their keys and values written.
+
+    Args:
+      params: tree of `params.declare`, in any floating dtype.
+      tokens_BK: int32 token ids; any id is embedded, masking is the caller's affair.
+      positions_BK: int32 absolute positions. Without a cache these must be 0..K-1 in each row. With a cache,
+        position s is also the cache slot: a token attends to slots 0..s, so stale entries beyond a row's
+        length are never seen, and a write at or past S is dropped.
+      cache: buffers of `init_cache`, or None to attend within the fed tokens only.
+      remat: recompute each layer in the backward pass instead of keeping its activations.
+      mesh: when given, hidden states are kept split by rows over the mesh's batch axes.
+
+    Returns:
+      (hidden_BKD in the compute dtype, after the final norm; the updated cache or None)
+    """
+
+    def shard_rows(x):
+        if mesh is None:
+            return x
+        spec = PartitionSpec(BATCH_AXES, *(None,) * (x.ndim - 1))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    dtype = config.compute_dtype
+    x_BKD = shard_rows(params["embed"].astype(dtype)[tokens_BK])
+    rope = _rope_tables(positions_BK, config)
+    span = jnp.arange(tokens_BK.shape[1] if cache is None else cache[0][0].shape[2])
+    visible_BKS = span[None, None, :] <= positions_BK[:, :, None]
+
+    def block(layer, x_BKD, layer_cache):
+        with jax.named_scope("attention"):
+            y_BKD, layer_cache = _attention(
+                layer,
+                config,
+                _rms_norm(x_BKD, layer["attn_norm"], config),
+                positions_BK,
+                rope,
+                visible_BKS,
+                layer_cache,
+            )
+            x_BKD = x_BKD + y_BKD
+        with jax.named_scope("mlp"):
+            x_BKD = x_BKD + _mlp(layer, config, _rms_norm(x_BKD, layer["mlp_norm"], config))
+        return shard_rows(x_BKD), layer_cache
+
+    if remat:
+        block = jax.checkpoint(block)
+    new_cache = []
+    for i in range(config.layers):
+        x_BKD, layer_cache = block(params["layers"][str(i)], x_BKD, None if cache is None else cache[i])
+        new_cache.append(layer_cache)
+    hidden_BKD = _rms_norm(x_BKD, params["final_norm"], config)
+    return hidden_BKD, None if cache is None else tuple(new_cache)
+
+
+def logits(params: dict, config: DecoderConfig, hidden_BKD: jax.Array) -> jax.Array:
+    """Next-token logits_BKV of hidden states, accumulated and returned in float32."""
+    head = params["embed"].T if config.tie_embeddings else params["head"]
+    with jax.named_scope("head"):
+        return jnp.einsum("bkd,dv->bkv", hidden_BKD, head.astype(hidden_BKD.dtype), preferred_element_type=jnp.float32)
+
+
+def _rms_norm(x, scale, config: DecoderConfig):
+    """RMSNorm (Zhang & Sennrich 2019) over the last axis, in float32 whatever the compute dtype."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps)
+    return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def _rope_tables(positions_BK, config: DecoderConfig):
+    """cos and sin [B, K, 1, h/2] of the rotary angles (Su et al. 2021). In float32: bfloat16 rounds position
+    257 to 256.
+    """
+    half = config.head_dim // 2
+    freq = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions_BK.astype(jnp.float32)[:, :, None, None] * freq
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _rotate(x_BKHh, rope):
+    """Rotates the pairs (x[j], x[j + h/2]): the Hugging Face convention. GGUF's Llama rows are interleaved and
+    are put back on loading.
+    """
+    cos, sin = rope
+    first, second = jnp.split(x_BKHh.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BKHh.dtype)
+
+
+def _attention(layer, config: DecoderConfig, x_BKD, positions_BK, rope, visible_BKS, cache):
+    dtype = x_BKD.dtype
+    q_BKHh = jnp.einsum("bkd,dnh->bknh", x_BKD, layer["q"].astype(dtype))
+    k_BKNh = jnp.einsum("bkd,dnh->bknh", x_BKD, layer["k"].astype(dtype))
+    v_BKNh = jnp.einsum("bkd,dnh->bknh", x_BKD, layer["v"].astype(dtype))
+    if config.qkv_bias:
+        q_BKHh, k_BKNh, v_BKNh = (
+            y + layer[f"{name}_bias"].astype(dtype) for name, y in (("q", q_BKHh), ("k", k_BKNh), ("v", v_BKNh))
+        )
+    if config.qk_norm:
+        q_BKHh = _rms_norm(q_BKHh, layer["q_norm"], config)
+        k_BKNh = _rms_norm(k_BKNh, layer["k_norm"], config)
+    q_BKHh, k_BKNh = _rotate(q_BKHh, rope), _rotate(k_BKNh, rope)
+
+    if cache is None:
+        keys_BNSh, values_BNSh = k_BKNh.swapaxes(1, 2), v_BKNh.swapaxes(1, 2)
+    else:
+        # A scatter, because rows stand at different positions; mode="drop", because a clamped write past the
+        # end would overwrite earlier tokens.
+        rows_B1 = jnp.arange(x_BKD.shape[0])[:, None]
+        keys_BNSh, values_BNSh = (
+            buffer.at[rows_B1, :, positions_BK].set(new, mode="drop")
+            for buffer, new in zip(cache, (k_BKNh, v_BKNh), strict=True)
+        )
+        cache = (keys_BNSh, values_BNSh)
+
+    q_BKNMh = q_BKHh.reshape(*q_BKHh.shape[:2], config.kv_heads, -1, config.head_dim)
+    scores_BNMKS = jnp.einsum("bknmh,bnsh->bnmks", q_BKNMh, keys_BNSh, preferred_element_type=jnp.float32)
+    scores_BNMKS = jnp.where(visible_BKS[:, None, None], scores_BNMKS * config.head_dim**-0.5, -jnp.inf)
+    weights_BNMKS = jax.nn.softmax(scores_BNMKS, axis=-1).astype(dtype)
+    out_BKNMh = jnp.einsum("bnmks,bnsh->bknmh", weights_BNMKS, values_BNSh)
+    out_BKD = jnp.einsum("bknh,nhd->bkd", out_BKNMh.reshape(q_BKHh.shape), layer["o"].astype(dtype))
+    return out_BKD, cache
+
+
+def _mlp(layer, config: DecoderConfig, x_BKD):
+    """Gated MLP with SiLU (Shazeer 2020, SwiGLU)."""
+    dtype = x_BKD.dtype
+    gate_BKF = jnp.einsum("bkd,df->bkf", x_BKD, layer["gate"].astype(dtype))
+    up_BKF = jnp.einsum("bkd,df->bkf", x_BKD, layer["up"].astype(dtype))
+    return jnp.einsum("bkf,fd->bkd", jax.nn.silu(gate_BKF) * up_BKF, layer["down"].astype(dtype))

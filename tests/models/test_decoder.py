@@ -1,0 +1,272 @@
+"""The decoder against a slow numpy one, and the cache's promises: nothing stale is seen, nothing clamped."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rhyme_jax.errors import InputError
+from rhyme_jax.models.config import DecoderConfig
+from rhyme_jax.models.decoder import forward, init_cache, logits
+from rhyme_jax.models.params import (
+    LEARNER_RULES,
+    ROLLOUT_RULES,
+    abstract_params,
+    check_params,
+    count_params,
+    init_params,
+    make_mesh,
+    param_shardings,
+)
+
+BASE = DecoderConfig(
+    vocab_size=32, width=16, layers=2, q_heads=4, kv_heads=2, head_dim=8, mlp_width=24, rope_theta=100.0
+)
+CONFIGS = {
+    "llama": BASE,
+    "untied, one head each": dataclasses.replace(BASE, tie_embeddings=False, kv_heads=4),
+    "qwen2, one kv head": dataclasses.replace(BASE, qkv_bias=True, kv_heads=1),
+    "qwen3, wide heads": dataclasses.replace(BASE, qk_norm=True, head_dim=10, norm_eps=1e-2),
+}
+B, S = 3, 12
+
+
+def random_params(config):
+    """Random in every entry: norms at one and biases at zero would hide their absence."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0.3, 0.4, x.shape), x.dtype), abstract_params(config))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(BASE)
+
+
+@pytest.fixture(scope="module")
+def tokens_BS():
+    return np.random.default_rng(1).integers(0, BASE.vocab_size, (B, S)).astype(np.int32)
+
+
+def positions(starts, K):
+    return np.asarray(starts, np.int32)[:, None] + np.arange(K, dtype=np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def uncached(params, config, tokens_BK):
+    return forward(params, config, tokens_BK, positions([0] * len(tokens_BK), tokens_BK.shape[1]))[0]
+
+
+step = jax.jit(forward, static_argnums=1)
+
+
+# --- against an oracle ----------------------------------------------------------------------------------------
+
+
+def oracle(params, config, tokens_BS):
+    """Logits [B, S, V] in float64: one row, position and head at a time, after the papers."""
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean() + config.norm_eps) * scale
+
+    def rotate(x, position):
+        half = config.head_dim // 2
+        out = np.empty_like(x)
+        for j in range(half):
+            angle = position * config.rope_theta ** (-2 * j / config.head_dim)
+            a, b = x[j], x[j + half]
+            out[j], out[j + half] = a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)
+        return out
+
+    def head(layer, name, x, i):
+        y = x @ layer[name][:, i]
+        return y + layer[f"{name}_bias"][i] if config.qkv_bias else y
+
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    out = np.zeros((*tokens_BS.shape, config.vocab_size))
+    for b, tokens in enumerate(tokens_BS):
+        stream = [p["embed"][t] for t in tokens]
+        for i in range(config.layers):
+            layer = p["layers"][str(i)]
+            normed = [norm(x, layer["attn_norm"]) for x in stream]
+            for s in range(len(tokens)):
+                for h in range(config.q_heads):
+                    n = h // (config.q_heads // config.kv_heads)  # neighbours share a key/value head
+                    query = head(layer, "q", normed[s], h)
+                    keys = [head(layer, "k", x, n) for x in normed[: s + 1]]
+                    if config.qk_norm:
+                        query = norm(query, layer["q_norm"])
+                        keys = [norm(k, layer["k_norm"]) for k in keys]
+                    scores = [rotate(query, s) @ rotate(k, t) / np.sqrt(config.head_dim) for t, k in enumerate(keys)]
+                    weights = np.exp(scores - np.max(scores))
+                    mixed = sum(w * head(layer, "v", x, n) for w, x in zip(weights / weights.sum(), normed))
+                    stream[s] = stream[s] + mixed @ layer["o"][h]
+            for s, x in enumerate(stream):
+                x = norm(x, layer["mlp_norm"])
+                gate = x @ layer["gate"]
+                stream[s] = stream[s] + (gate / (1 + np.exp(-gate)) * (x @ layer["up"])) @ layer["down"]
+        table = p["embed"].T if config.tie_embeddings else p["head"]
+        out[b] = [norm(x, p["final_norm"]) @ table for x in stream]
+    return out
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_the_oracle(name, tokens_BS):
+    config, params = CONFIGS[name], random_params(CONFIGS[name])
+    got = logits(params, config, uncached(params, config, tokens_BS))
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, oracle(params, config, tokens_BS), atol=5e-5, rtol=1e-5)
+
+
+# --- cache ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("K", [1, 4, S])
+def test_fed_in_pieces_equals_fed_whole(K, name, tokens_BS):
+    config, params = CONFIGS[name], random_params(CONFIGS[name])
+    cache, pieces = init_cache(config, B, S), []
+    for start in range(0, S, K):
+        hidden, cache = step(params, config, tokens_BS[:, start : start + K], positions([start] * B, K), cache)
+        pieces.append(hidden)
+    np.testing.assert_allclose(jnp.concatenate(pieces, 1), uncached(params, config, tokens_BS), atol=1e-5)
+
+
+def test_rows_at_their_own_positions(params, tokens_BS):
+    """Rows advance by different numbers of tokens; what was fed too far is stale and then overwritten."""
+    expected = uncached(params, BASE, tokens_BS)
+    cache = init_cache(BASE, B, S)
+    lengths = np.zeros(B, np.int32)
+    accepted = np.array([[4, 1, 2], [1, 4, 3], [3, 2, 4], [4, 4, 1]])
+    K = 4
+    for accepted_B in accepted:
+        at = positions(lengths, K)
+        right = np.arange(K) < accepted_B[:, None]
+        fed = np.take_along_axis(tokens_BS, np.minimum(at, S - 1), 1)
+        fed = np.where(right & (at < S), fed, (fed + 7) % BASE.vocab_size)  # rejected drafts
+        hidden, cache = step(params, BASE, fed, at, cache)
+        for b in range(B):
+            valid = min(accepted_B[b], S - lengths[b])
+            got = hidden[b, :valid]
+            np.testing.assert_allclose(got, expected[b, lengths[b] : lengths[b] + valid], atol=1e-5)
+        lengths = np.minimum(lengths + accepted_B, S).astype(np.int32)
+    assert lengths.tolist() == [12, 11, 10]
+
+
+def test_a_write_past_the_end_is_dropped(params, tokens_BS):
+    _, cache = step(params, BASE, tokens_BS, positions([0] * B, S), init_cache(BASE, B, S))
+    for start in (S, S + 5, 10**9):
+        _, after = step(params, BASE, tokens_BS[:, :3], positions([start] * B, 3), cache)
+        jax.tree.map(np.testing.assert_array_equal, after, cache)
+    # Across the edge: the last slot is written, and none of those before it.
+    _, after = step(params, BASE, tokens_BS[:, :3], positions([S - 1] * B, 3), cache)
+    for (keys, values), (old_keys, old_values) in zip(after, cache, strict=True):
+        for new, old in ((keys, old_keys), (values, old_values)):
+            np.testing.assert_array_equal(new[:, :, : S - 1], old[:, :, : S - 1])
+            assert (np.asarray(new[:, :, S - 1]) != np.asarray(old[:, :, S - 1])).any()
+
+
+def test_what_lies_beyond_the_row_is_invisible(params, tokens_BS):
+    """Huge stale entries beyond each row's position change no bit of what it computes."""
+    _, clean = step(params, BASE, tokens_BS[:, :6], positions([0] * B, 6), init_cache(BASE, B, S))
+    lengths = np.array([2, 4, 6])
+    stale = np.arange(S)[None, None, :, None] >= lengths[:, None, None, None]
+    dirty = jax.tree.map(lambda x: jnp.where(stale, 1e4, x), clean)
+    fed = tokens_BS[:, :2], positions(lengths, 2)
+    np.testing.assert_array_equal(step(params, BASE, *fed, clean)[0], step(params, BASE, *fed, dirty)[0])
+
+
+def test_neighbouring_rows_do_not_mix(params, tokens_BS):
+    alone = uncached(params, BASE, tokens_BS[1:2])
+    np.testing.assert_allclose(uncached(params, BASE, tokens_BS)[1:2], alone, atol=1e-6)
+
+
+# --- gradients, dtypes, initial values ------------------------------------------------------------------------
+
+
+def test_remat_gives_the_same_gradients(params, tokens_BS):
+    def loss(params, remat):
+        hidden, _ = forward(params, BASE, tokens_BS, positions([0] * B, S), remat=remat)
+        return jnp.mean(jnp.square(logits(params, BASE, hidden)))
+
+    plain, saved = (jax.jit(jax.grad(loss), static_argnums=1)(params, remat) for remat in (False, True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), plain, saved)
+    assert all(jnp.abs(g).max() > 0 for g in jax.tree.leaves(plain))  # every parameter is used
+
+
+def test_bfloat16_is_close_and_finite(tokens_BS):
+    low = dataclasses.replace(BASE, dtype="bfloat16")
+    params = init_params(BASE, jax.random.key(0))
+    hidden = uncached(params, low, tokens_BS)
+    got, want = logits(params, low, hidden), logits(params, BASE, uncached(params, BASE, tokens_BS))
+    assert hidden.dtype == jnp.bfloat16 and got.dtype == jnp.float32 and jnp.isfinite(got).all()
+    assert jnp.abs(got - want).max() < 0.05 * jnp.abs(want).max()
+    cached, cache = step(params, low, tokens_BS, positions([0] * B, S), init_cache(low, B, S))
+    np.testing.assert_allclose(cached.astype(np.float32), hidden.astype(np.float32), atol=0.05)
+    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(cache))
+
+
+def test_init_is_deterministic_and_by_path():
+    first, again = (init_params(BASE, jax.random.key(3)) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    other = init_params(BASE, jax.random.key(4))
+    assert (first["embed"] != other["embed"]).any()
+    layers = first["layers"]
+    assert (layers["0"]["q"] != layers["1"]["q"]).any() and (layers["0"]["k"] != layers["0"]["v"]).any()
+    # Adding parameters (biases, norms, a layer) moves none of the others, but for the residual scale 1/sqrt(2L).
+    wider = init_params(dataclasses.replace(BASE, qkv_bias=True, qk_norm=True, layers=3), jax.random.key(3))
+    for name in ("q", "k", "v", "gate", "up", "attn_norm"):
+        np.testing.assert_array_equal(wider["layers"]["1"][name], layers["1"][name])
+    np.testing.assert_allclose(wider["layers"]["1"]["o"] * 3**0.5, layers["1"]["o"] * 2**0.5, rtol=1e-6)
+    assert not wider["layers"]["0"]["q_bias"].any() and (wider["layers"]["0"]["q_norm"] == 1).all()
+
+
+def test_initial_logits_do_not_grow_with_depth():
+    tokens = np.random.default_rng(2).integers(0, BASE.vocab_size, (4, 16))
+    for layers in (1, 8):
+        deep = dataclasses.replace(BASE, layers=layers)
+        params = init_params(deep, jax.random.key(0))
+        assert 0.5 < logits(params, deep, uncached(params, deep, tokens)).std() < 2
+
+
+def test_count_and_check():
+    params = init_params(BASE, jax.random.key(0))
+    assert count_params(BASE) == sum(x.size for x in jax.tree.leaves(params))
+    check_params(params, BASE, "here")
+    for change, message in (
+        (lambda p: p.pop("final_norm"), "here: weight final_norm is missing"),
+        (lambda p: p.update(head=p["embed"]), "here: unexpected weight head"),
+        (lambda p: p.update(embed=p["embed"].T), r"here: weight embed has shape \(16, 32\), expected \(32, 16\)"),
+    ):
+        broken = dict(params)
+        change(broken)
+        with pytest.raises(InputError, match=message):
+            check_params(broken, BASE, "here")
+
+
+# --- sharding -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (tests/conftest.py makes them on a CPU)")
+def test_sharded_forward_equals_unsharded(params, tokens_BS):
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    tokens = np.concatenate([tokens_BS, tokens_BS[:1]])
+    for rules in (LEARNER_RULES, ROLLOUT_RULES):
+        sharded = jax.device_put(params, param_shardings(BASE, mesh, rules))
+        run = jax.jit(lambda p: forward(p, BASE, tokens, positions([0] * 4, S), mesh=mesh)[0])
+        np.testing.assert_allclose(run(sharded), uncached(params, BASE, tokens), atol=1e-5)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (tests/conftest.py makes them on a CPU)")
+def test_an_axis_that_does_not_divide_is_refused():
+    with pytest.raises(
+        InputError, match=r"mesh.tensor=8: does not divide the model's kv_heads of 2; use a divisor of 2"
+    ) as error:
+        param_shardings(BASE, make_mesh(data=1, tensor=8), LEARNER_RULES)
+    assert "\n" not in str(error.value)
+    odd = dataclasses.replace(BASE, width=18)
+    with pytest.raises(InputError, match=r"mesh.fsdp=4: does not divide the model's embed of 18"):
+        param_shardings(odd, make_mesh(data=2, fsdp=4), LEARNER_RULES)
+    param_shardings(odd, make_mesh(data=2, fsdp=4), ROLLOUT_RULES)  # where the width is not split

