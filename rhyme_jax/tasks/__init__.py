@@ -1,0 +1,1 @@
+"""Prompts and rewards: where problems come from and how answers are graded."""
