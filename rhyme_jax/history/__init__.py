@@ -1,0 +1,1 @@
+"""What earlier rollouts teach: responses, rewards and lengths by prompt."""
