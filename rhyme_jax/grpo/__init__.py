@@ -1,0 +1,1 @@
+"""Group-relative policy optimization: advantages, losses and the sharded learner."""

@@ -1,0 +1,1 @@
+"""HistoPipe: where and when each prompt is rolled out."""
