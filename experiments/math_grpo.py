@@ -1,0 +1,19 @@
+"""GRPO on mathematics, with rollouts drafted from history.
+
+python -m experiments.math_grpo [--config=configs/math_grpo.py:VARIANT] [--config.x.y=VALUE] [--workdir=DIR]
+"""
+
+import datetime
+
+from rhyme_jax.training import cli, loop
+
+
+def experiment(config, variant: str, workdir: str | None) -> None:
+    if workdir is None:
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        workdir = f"runs/math_grpo-{variant}-{now}"
+    loop.train(config, workdir)
+
+
+if __name__ == "__main__":
+    cli.run(experiment, default_config="configs/math_grpo.py")

@@ -1,0 +1,1 @@
+"""The single-controller training loop, checkpoints and metrics."""

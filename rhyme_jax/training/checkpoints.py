@@ -1,0 +1,59 @@
+"""Checkpoints of a run with Orbax: learner state, history, and the counters of the loop.
+
+`checkpoints/<step>/` holds three items: `learner` (arrays, sharded), `history` (flat arrays; absent while the
+history is empty, because Orbax refuses zero-size arrays) and `loop` (JSON). Saving is asynchronous; a checkpoint
+appears under its final name only when it is complete.
+"""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from rhyme_jax.errors import InputError
+
+
+class Checkpoints:
+    def __init__(self, directory, keep: int):
+        if keep < 1:
+            raise InputError(f"checkpoint.keep={keep}: must be at least 1")
+        self._manager = ocp.CheckpointManager(
+            pathlib.Path(directory).absolute(),
+            item_names=("learner", "history", "loop"),
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True),
+        )
+
+    @property
+    def latest(self) -> int | None:
+        """The newest complete checkpoint's step (number of training steps done)."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, learner: Any, history: dict[str, np.ndarray], loop: dict) -> None:
+        """Starts saving; returns when the arrays have left the device.
+
+        `history` must not be changed afterwards (`HistoryStore.to_arrays` makes a snapshot).
+        """
+        loop = {**loop, "history_arrays": {k: [list(v.shape), str(v.dtype)] for k, v in history.items()}}
+        items = {"learner": ocp.args.StandardSave(learner), "loop": ocp.args.JsonSave(loop)}
+        if history:
+            items["history"] = ocp.args.StandardSave(history)
+        self._manager.save(step, args=ocp.args.Composite(**items))
+
+    def restore(self, step: int, abstract_learner: Any) -> tuple[Any, dict[str, np.ndarray], dict]:
+        """(learner state in the given shapes and shardings, history arrays, loop counters)."""
+        loop = self._manager.restore(step, args=ocp.args.Composite(loop=ocp.args.JsonRestore()))["loop"]
+        arrays = loop.pop("history_arrays")
+        items = {"learner": ocp.args.StandardRestore(abstract_learner)}
+        if arrays:
+            items["history"] = ocp.args.StandardRestore({k: np.empty(s, d) for k, (s, d) in arrays.items()})
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        history = {k: np.asarray(v) for k, v in restored["history"].items()} if arrays else {}
+        return restored["learner"], history, loop
+
+    def wait(self) -> None:
+        """Returns when everything asked for is on disk; raises what went wrong while saving."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()

@@ -1,0 +1,87 @@
+"""The command line of an experiment: `--config=FILE[:VARIANT] --config.field=value --workdir=DIR`.
+
+Bad input ends the program with one line on stderr and exit code 2, before anything is compiled.
+"""
+
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import ml_collections
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from rhyme_jax.errors import InputError, one_line
+from rhyme_jax.training.settings import unknown_field
+
+BAD_INPUT = 2  # exit code
+
+
+def run(experiment: Callable[[ml_collections.ConfigDict, str, str | None], None], default_config: str) -> None:
+    """Parses the command line and calls experiment(config, variant, workdir).
+
+    Args:
+      default_config: config file, relative to the repository's root.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    default = os.path.join(root, default_config)
+    try:
+        # Overrides are already looked at while the flag is defined, so bad ones can raise here.
+        config_flags.DEFINE_config_file("config", default, "Config file, with :variant.")
+    except Exception as e:
+        _refuse(_explain(e, sys.argv, default))
+    flags.DEFINE_string("workdir", None, "Where the run is kept; the same workdir again resumes it.")
+
+    def parse(argv):
+        try:
+            rest = flags.FLAGS(argv)
+            list(flags.FLAGS.config)  # a config file that failed to load says so only when it is looked at
+            return rest
+        except Exception as e:  # config files are Python, absl raises many kinds; whatever it is, the input is wrong
+            return _refuse(_explain(e, argv, default))
+
+    def main(argv):
+        if not flags.FLAGS["verbosity"].present:
+            logging.set_verbosity(logging.WARNING)  # else jax reports every backend that it does not find
+        if len(argv) > 1:
+            _refuse(f"{argv[1]!r}: unexpected argument; options start with --")
+        config = flags.FLAGS.config
+        variant = flags.FLAGS["config"].config_filename.partition(":")[2] or "default"
+        try:
+            experiment(config.lock(), variant, flags.FLAGS.workdir)
+        except InputError as e:
+            _refuse(str(e))
+
+    app.run(main, flags_parser=parse)
+
+
+def _explain(error: Exception, argv: list[str], default: str) -> str:
+    """One line on what is wrong with a command line, where absl and ml_collections raise chains of exceptions."""
+    options = dict(a.lstrip("-").partition("=")[::2] for a in argv[1:] if a.startswith("-"))
+    path, _, variant = options.get("config", default).partition(":")
+    if not os.path.isfile(path):
+        return f"--config={path}: no such file"
+    try:
+        config = runpy.run_path(path)["get_config"](*([variant] if variant else []))
+    except Exception as e:
+        return f"--config={path}: {one_line(e)}"
+    known = list(_fields(config))
+    for name in (o.removeprefix("config.") for o in options if o.startswith("config.")):
+        if name not in known:
+            return str(unknown_field(name, known))
+    return one_line(error)
+
+
+def _fields(config: ml_collections.ConfigDict, prefix: str = ""):
+    for name in config:
+        if isinstance(config[name], ml_collections.ConfigDict):
+            yield from _fields(config[name], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _refuse(message: str) -> NoReturn:
+    sys.stderr.write(f"error: {message}\n")
+    sys.exit(BAD_INPUT)

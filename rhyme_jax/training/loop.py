@@ -1,0 +1,397 @@
+"""The single-controller loop. One step:
+
+1. *plan*: the next batch of prompts, laid out over the rollout slices (`tasks.stream`, `histopipe.plan`);
+2. *rollout*: a group of responses to each prompt, drafted from its history (`histospec.engine`);
+3. *grade*: rewards of the responses (`tasks`), advantages within each group (`grpo.advantages`);
+4. *update*: the sharded learner (`grpo.learner`);
+5. *record*: history, metrics, samples, and every few steps evaluation and a checkpoint.
+
+A run starts from the first of these that exists: (1) the newest checkpoint of its own workdir; (2) `init.weights`.
+"""
+
+import dataclasses
+import math
+import time
+
+import ml_collections
+import numpy as np
+
+from rhyme_jax.errors import InputError
+from rhyme_jax.files import write_json
+from rhyme_jax.grpo.advantages import group_advantages
+from rhyme_jax.grpo.learner import Batch, Learner, LearnerState
+from rhyme_jax.histopipe.plan import equal_split
+from rhyme_jax.history.store import HistoryStore, Response, prompt_id
+from rhyme_jax.histospec.drafts import HistoryBlock
+from rhyme_jax.histospec.engine import Request, RolloutEngine, Rollouts
+from rhyme_jax.histospec.sampling import GREEDY
+from rhyme_jax.models.load import load_model
+from rhyme_jax.models.params import make_mesh
+from rhyme_jax.tasks.problems import Problem, load_problems
+from rhyme_jax.tasks.stream import PromptStream
+from rhyme_jax.training.checkpoints import Checkpoints
+from rhyme_jax.training.console import Console, Stopwatch, duration
+from rhyme_jax.training.settings import Settings
+from rhyme_jax.training.workdir import MetricsFile, Workdir, read_metrics
+
+COMPARISONS = 3  # timed pairs of the closing comparison with plain decoding
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A problem as the model sees it."""
+
+    problem: Problem
+    tokens: np.ndarray  # int32
+    id: int
+
+
+@dataclasses.dataclass
+class Progress:
+    """What the loop carries from step to step beside arrays; saved with each checkpoint, never derived."""
+
+    steps: int = 0  # done
+    stream: dict = dataclasses.field(default_factory=lambda: {"epoch": 0, "index": 0})
+    seconds: float = 0.0  # of training, over all starts
+    evicted_prompts: int = 0
+    first_eval: dict = dataclasses.field(default_factory=dict)  # accuracies of the initial weights
+    comparison: dict = dataclasses.field(default_factory=dict)  # of the last step with plain decoding
+
+
+class Trainer:
+    """Everything a run holds. Construction checks the input and loads the weights; `run` does the work."""
+
+    def __init__(self, config: ml_collections.ConfigDict, workdir: str, console: Console, devices=None):
+        self.settings = s = Settings.from_config(config)
+        self.console = console
+        mesh = make_mesh(s.mesh.data, s.mesh.fsdp, s.mesh.tensor, devices)
+        train, evaluation = load_problems(s.task)
+        self.stream = PromptStream(len(train), s.rollout.prompts_per_step, s.seed)
+        self.history = HistoryStore(s.history.depth, s.history.max_tokens)
+
+        loaded = load_model(s.init.weights, s.model.dtype, s.model.param_dtype)
+        self.model, self.tokenizer = loaded.config, loaded.tokenizer
+        self.train_prompts = [self._prompt(p) for p in train]
+        self.eval_prompts = [self._prompt(p) for p in evaluation]
+        self.learner = Learner(
+            self.model, s.grpo.loss(), s.optimizer.config(s.total_updates), mesh, s.rollout.temperature
+        )
+        self.learner.check_batch_size(s.rollout.rows)
+        longest = max(len(p.tokens) for p in [*self.train_prompts, *self.eval_prompts])
+        if longest + s.rollout.max_new_tokens > self.model.max_positions:
+            raise InputError(
+                f"rollout.max_new_tokens={s.rollout.max_new_tokens}: with a prompt of {longest} tokens it exceeds "
+                f"the model's {self.model.max_positions} positions"
+            )
+        eos = self.tokenizer.eos_ids
+        self.engine = RolloutEngine(
+            self.model, s.rollout.engine(s.rollout.sampling(), eos, prompt_slots=longest), mesh, s.seed
+        )
+        self.greedy = RolloutEngine(self.model, s.rollout.engine(GREEDY, eos, prompt_slots=longest), mesh, s.seed)
+
+        # Last, so that refused input leaves nothing behind.
+        self.workdir = Workdir(workdir)
+        self.workdir.prepare(config)
+        self.checkpoints = Checkpoints(self.workdir.checkpoints, s.checkpoint.keep)
+        self.progress = Progress()
+        self.state = self._start(loaded.params)
+        self.reference = None
+        if s.grpo.kl_coef > 0:
+            self.reference = self.learner.place_params(loaded.params)
+        # A run killed before its first checkpoint starts over, with its step 0.
+        resumed = self.checkpoints.latest is not None
+        self.metrics = MetricsFile(self.workdir.metrics, self.progress.steps if resumed else -1)
+
+    def run(self) -> dict:
+        """Trains to the last step; returns what it writes to result.json."""
+        start, first = time.monotonic(), self.progress.steps
+        earlier = self.progress.seconds
+        if first == 0:
+            self._first_evaluation()
+        while self.progress.steps < self.settings.steps:
+            metrics = self._step()
+            self.progress.seconds = earlier + time.monotonic() - start
+            self._checkpoint_if_due()
+            done = self.progress.steps - first
+            left = (time.monotonic() - start) / done * (self.settings.steps - self.progress.steps)
+            self.console.line(_step_line(metrics, self.settings.steps, left))
+        self.checkpoints.wait()
+        result = self._result()
+        write_json(self.workdir.result, result)
+        return result
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.checkpoints.close()
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def _step(self) -> dict:
+        s, watch = self.settings, Stopwatch()
+        step, epoch = self.progress.steps, self.stream.progress
+        with watch("plan"):
+            prompts = [self.train_prompts[i] for i in self.stream.next()]
+            order = [g for groups in equal_split(len(prompts), slices=1).groups_by_slice for g in groups]
+            requests = [
+                self._request(prompts[g], sample, step, g)
+                for g in order
+                for sample in range(s.rollout.samples_per_prompt)
+            ]
+            history = self.history.query([p.tokens for p in prompts], group_slots=len(prompts))
+        with watch("weights"):
+            weights = self.learner.rollout_params(self.state)
+        with watch("rollout"):
+            rollouts = self.engine.generate(weights, requests, history)
+        if step == s.steps - 1:
+            with watch("compare"):
+                self.progress.comparison = self._compare_with_plain(weights, requests, history, rollouts)
+        del weights
+        with watch("grade"):
+            texts = [self.tokenizer.decode(rollouts.response(n)) for n in range(len(requests))]
+            rewards = np.array([prompts[r.group].problem.reward(t) for r, t in zip(requests, texts, strict=True)])
+        with watch("update"):
+            learned = self._update(rollouts, rewards)
+        with watch("record"):
+            self._remember(prompts, requests, rollouts, rewards, step)
+            self.progress.steps = step + 1
+            self.progress.stream = self.stream.position()
+            self._write_samples(prompts, requests, rollouts, texts, rewards)
+        metrics = {
+            "step": step + 1,
+            "epoch": epoch,
+            **self._rollout_metrics(rollouts, rewards),
+            **{f"learner/{k}": v for k, v in learned.items()},
+            "learner/staleness": 0,  # rollouts are always made by the policy that learns from them
+            "history/prompts": len(self.history),
+            "history/tokens": self.history.tokens,
+            "history/evicted_prompts": self.history.evicted_prompts,
+        }
+        if self.progress.steps % s.eval.every == 0 or self.progress.steps == s.steps:
+            with watch("eval"):
+                metrics |= self._evaluate()
+        metrics |= {f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()}
+        metrics["seconds/step"] = sum(watch.seconds.values())
+        metrics["seconds/rollout_tokens_per_s"] = rollouts.generated / watch.seconds["rollout"]
+        self.metrics.write(metrics)
+        return metrics
+
+    def _update(self, rollouts: Rollouts, rewards: np.ndarray) -> dict[str, float]:
+        group = self.settings.rollout.samples_per_prompt
+        advantage_GC, valid_GC = group_advantages(rewards.reshape(-1, group), self.settings.grpo.normalize_std)
+        batch = Batch(
+            tokens=rollouts.tokens_NS,
+            prompt_length=rollouts.prompt_length_N,
+            response_length=rollouts.response_length_N,
+            log_prob=rollouts.log_prob_NT,
+            advantage=advantage_GC.reshape(-1),
+            valid=valid_GC.reshape(-1),
+        )
+        reference = None
+        if self.reference is not None:
+            reference = self.learner.reference_log_probs(self.reference, batch)
+        learned: dict[str, float] = {}
+        for number in range(self.settings.grpo.updates_per_batch):
+            self.state, metrics = self.learner.update(self.state, batch, reference)
+            # The gap between rollout and learner means something before the batch's first update only.
+            learned = metrics if number == 0 else {**metrics, "rollout_gap": learned["rollout_gap"]}
+        unequal = (advantage_GC != 0).any(axis=1)
+        return {
+            **learned,
+            "zero_advantage_share": float(1 - unequal.mean()),
+            "failed_grades": int((~valid_GC).sum()),
+        }
+
+    def _remember(self, prompts, requests, rollouts: Rollouts, rewards, step: int) -> None:
+        by_group: dict[int, list[Response]] = {}
+        for n, request in enumerate(requests):
+            # A copy: a slice would keep the whole batch's array alive.
+            response = Response(rollouts.response(n).copy(), float(rewards[n]), step, step)
+            by_group.setdefault(request.group, []).append(response)
+        for group, responses in by_group.items():
+            self.history.add(prompts[group].tokens, responses)
+
+    def _rollout_metrics(self, rollouts: Rollouts, rewards: np.ndarray) -> dict:
+        lengths = rollouts.response_length_N
+        group = self.settings.rollout.samples_per_prompt
+        graded = rewards[~np.isnan(rewards)]
+        return {
+            "reward/mean": float(graded.mean()) if graded.size else math.nan,
+            "reward/std": float(graded.std()) if graded.size else math.nan,
+            "reward/any_correct": float((np.nan_to_num(rewards).reshape(-1, group).max(axis=1) >= 1).mean()),
+            "response/length_mean": float(lengths.mean()),
+            "response/length_max": int(lengths.max()),
+            "response/truncated_share": float((~rollouts.ended_N).mean()),
+            "rollout/tokens": rollouts.generated,
+            "rollout/iterations": rollouts.iterations,
+            "rollout/tokens_per_row_forward": rollouts.tokens_per_row_forward,
+            "rollout/proposed": int(rollouts.proposed_N.sum()),
+            "rollout/accepted": int(rollouts.accepted_N.sum()),
+            "rollout/acceptance": rollouts.acceptance,
+        }
+
+    def _write_samples(self, prompts, requests, rollouts: Rollouts, texts, rewards) -> None:
+        self.workdir.write_samples(
+            self.progress.steps,
+            (
+                {
+                    "prompt": prompts[r.group].problem.question,
+                    "sample": r.sample,
+                    "completion": texts[n],
+                    "reward": None if np.isnan(rewards[n]) else float(rewards[n]),
+                    "length": int(rollouts.response_length_N[n]),
+                    "accepted": int(rollouts.accepted_N[n]),
+                    "ended": bool(rollouts.ended_N[n]),
+                    "policy_version": self.progress.steps - 1,
+                }
+                for n, r in enumerate(requests)
+            ),
+        )
+
+    # --- evaluation and the closing comparison ------------------------------------------------------------------
+
+    def _evaluate(self) -> dict[str, float]:
+        """Held-out accuracy, greedy and with one sample at the training temperature."""
+        weights = self.learner.rollout_params(self.state)
+        requests = [self._request(p, 0, self.progress.steps, g) for g, p in enumerate(self.eval_prompts)]
+        metrics = {}
+        for name, engine in (("greedy", self.greedy), ("sampled", self.engine)):
+            rollouts = engine.generate(weights, requests)
+            rewards = [
+                p.problem.reward(self.tokenizer.decode(rollouts.response(n))) for n, p in enumerate(self.eval_prompts)
+            ]
+            metrics[f"eval/accuracy_{name}"] = float(np.mean(rewards))
+            metrics[f"eval/length_{name}"] = float(rollouts.response_length_N.mean())
+        return metrics
+
+    def _first_evaluation(self) -> None:
+        watch = Stopwatch()
+        self.console.line("step 0: evaluating the initial weights (the first calls compile)")
+        with watch("eval"):
+            self.progress.first_eval = self._evaluate()
+        metrics = {"step": 0, "epoch": 0.0, **self.progress.first_eval, "seconds/eval": watch.seconds["eval"]}
+        self.metrics.write(metrics)
+        self.console.line(f"step 0/{self.settings.steps} | {_eval_text(metrics)} | {duration(watch.seconds['eval'])}")
+
+    def _compare_with_plain(self, weights, requests, history: HistoryBlock | None, rollouts: Rollouts) -> dict:
+        """Repeats the rollouts with K = 1 on the same noise: counts equal tokens and compares speed.
+
+        Timed in alternating pairs after both programs are compiled; the ratio is that of the medians.
+        """
+        self.console.line("repeating the last step's rollouts without drafts, to compare")
+        plain = self.engine.generate(weights, requests)
+        identical = compared = 0
+        for n in range(len(requests)):
+            drafted, undrafted = rollouts.response(n), plain.response(n)
+            shorter = min(len(drafted), len(undrafted))
+            compared += max(len(drafted), len(undrafted))
+            identical += int((drafted[:shorter] == undrafted[:shorter]).sum())
+        seconds: dict[str, list[float]] = {"drafted": [], "plain": []}
+        for _ in range(COMPARISONS):
+            seconds["drafted"].append(self.engine.generate(weights, requests, history).seconds)
+            seconds["plain"].append(self.engine.generate(weights, requests).seconds)
+        drafted_s, plain_s = np.median(seconds["drafted"]), np.median(seconds["plain"])
+        return {
+            "identical_tokens": identical,
+            "compared_tokens": compared,
+            "tokens_per_row_forward": rollouts.tokens_per_row_forward,
+            "rollout_speedup": float(plain_s / drafted_s),
+            "tokens_per_s": float(rollouts.generated / drafted_s),
+            "plain_tokens_per_s": float(rollouts.generated / plain_s),
+        }
+
+    def _result(self) -> dict:
+        evaluation = read_metrics(self.workdir.metrics)[-1]  # the last step always evaluates
+        return {
+            "steps": self.progress.steps,
+            "eval_accuracy_start": self.progress.first_eval["eval/accuracy_greedy"],
+            "eval_accuracy_end": evaluation["eval/accuracy_greedy"],
+            "eval_sampled_accuracy_start": self.progress.first_eval["eval/accuracy_sampled"],
+            "eval_sampled_accuracy_end": evaluation["eval/accuracy_sampled"],
+            **self.progress.comparison,
+            "seconds": self.progress.seconds,
+            "workdir": str(self.workdir.path),
+        }
+
+    # --- start and checkpoints ----------------------------------------------------------------------------------
+
+    def _start(self, initial_params) -> LearnerState:
+        step = self.checkpoints.latest
+        if step is None:
+            return self.learner.init(initial_params)
+        state, history, loop = self.checkpoints.restore(step, self.learner.abstract_state())
+        self.history.load_arrays(history)
+        self.progress = Progress(**loop)
+        self.history.evicted_prompts = self.progress.evicted_prompts
+        self.stream.seek(self.progress.stream)
+        self.console.line(f"resuming {self.workdir.path} after step {step}")
+        return state
+
+    def _checkpoint_if_due(self) -> None:
+        done = self.progress.steps
+        if done % self.settings.checkpoint.every == 0 or done == self.settings.steps:
+            self.progress.evicted_prompts = self.history.evicted_prompts
+            self.checkpoints.save(done, self.state, self.history.to_arrays(), dataclasses.asdict(self.progress))
+
+    def _prompt(self, problem: Problem) -> Prompt:
+        text = problem.question
+        if problem.chat:
+            text = self.tokenizer.render_chat(text, self.settings.task.system_prompt or None)
+        tokens = np.array(self.tokenizer.encode(text), np.int32)
+        if len(tokens) > self.settings.rollout.max_prompt_tokens:
+            raise InputError(
+                f"rollout.max_prompt_tokens={self.settings.rollout.max_prompt_tokens}: the prompt "
+                f"{problem.question[:40]!r}... has {len(tokens)} tokens; raise it to at least that"
+            )
+        return Prompt(problem, tokens, prompt_id(tokens))
+
+    def _request(self, prompt: Prompt, sample: int, step: int, group: int) -> Request:
+        return Request(prompt.tokens, prompt.id, sample, step, group, self.settings.rollout.max_new_tokens)
+
+
+def _eval_text(metrics: dict) -> str:
+    return (
+        f"held-out accuracy {metrics['eval/accuracy_greedy']:.3f} greedy, "
+        f"{metrics['eval/accuracy_sampled']:.3f} sampled"
+    )
+
+
+def _step_line(metrics: dict, steps: int, left: float) -> str:
+    m = metrics
+    phases = ", ".join(f"{name} {m[f'seconds/{name}']:.1f}" for name in ("rollout", "update") if f"seconds/{name}" in m)
+    parts = [
+        f"step {m['step']}/{steps}",
+        f"epoch {m['epoch']:.2f}",
+        f"reward {m['reward/mean']:.3f}",
+        f"length {m['response/length_mean']:.1f}",
+        f"tokens/forward {m['rollout/tokens_per_row_forward']:.2f}",
+        f"acceptance {m['rollout/acceptance']:.2f}",
+        f"{phases}, all {m['seconds/step']:.1f} s",
+        f"ETA {duration(left)}",
+    ]
+    if "eval/accuracy_greedy" in m:
+        parts.append(_eval_text(m))
+    return " | ".join(parts)
+
+
+def train(config: ml_collections.ConfigDict, workdir: str, devices=None) -> dict:
+    """Runs an experiment to its end, or from its last checkpoint, and says how it went."""
+    console = Console()
+    trainer = Trainer(config, workdir, console, devices)
+    try:
+        result = trainer.run()
+    finally:
+        trainer.close()
+    if "compared_tokens" in result:
+        console.line(f"identical: {result['identical_tokens']}/{result['compared_tokens']} tokens")
+        console.line(
+            f"rollout speed-up: {result['rollout_speedup']:.2f}x ({result['tokens_per_s']:.0f} against "
+            f"{result['plain_tokens_per_s']:.0f} tokens/s without drafts; "
+            f"{result['tokens_per_row_forward']:.2f} tokens per row-forward)"
+        )
+    console.line(
+        f"result: held-out accuracy {result['eval_accuracy_start']:.3f} -> {result['eval_accuracy_end']:.3f} greedy, "
+        f"{result['eval_sampled_accuracy_start']:.3f} -> {result['eval_sampled_accuracy_end']:.3f} sampled, "
+        f"{result['steps']} steps in {duration(result['seconds'])}"
+    )
+    console.line(f"workdir: {result['workdir']}")
+    return result

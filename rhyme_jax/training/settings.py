@@ -1,0 +1,246 @@
+"""A run's settings: typed, checked copies of the sections of its config.
+
+The dataclasses are the schema. `Settings.from_config` refuses unknown, missing and mistyped fields and impossible
+combinations with a one-line `InputError`, before anything is loaded or compiled.
+"""
+
+import dataclasses
+import difflib
+import math
+from typing import Any
+
+import ml_collections
+
+from rhyme_jax.errors import InputError
+from rhyme_jax.grpo.learner import OptimizerConfig
+from rhyme_jax.grpo.losses import LossConfig
+from rhyme_jax.histospec.engine import EngineConfig
+from rhyme_jax.histospec.sampling import SamplingParams
+from rhyme_jax.models.config import DTYPES
+
+
+def _at_least(section: str, settings, minimum: int, *names: str) -> None:
+    for name in names:
+        if getattr(settings, name) < minimum:
+            raise InputError(f"{section}.{name}={getattr(settings, name)}: must be at least {minimum}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    name: str
+    path: str
+    seed: int
+    train_size: int
+    eval_size: int
+    difficulties: tuple
+    system_prompt: str
+
+    def __post_init__(self):
+        _at_least("task", self, 0, "seed")
+        _at_least("task", self, 1, "train_size", "eval_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class Init:
+    weights: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    dtype: str
+    param_dtype: str
+
+    def __post_init__(self):
+        for name in ("dtype", "param_dtype"):
+            if getattr(self, name) not in DTYPES:
+                raise InputError(f"model.{name}={getattr(self, name)!r}: must be one of {', '.join(DTYPES)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    prompts_per_step: int
+    samples_per_prompt: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    draft_buckets: tuple
+    min_match: int
+    min_prob: float
+    chunk: int
+    max_rows: int
+
+    def __post_init__(self):
+        _at_least("rollout", self, 1, "prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens")
+        if not self.temperature > 0:
+            raise InputError(f"rollout.temperature={self.temperature}: training needs a temperature above 0")
+        if not 0 <= self.min_prob <= 1:
+            raise InputError(f"rollout.min_prob={self.min_prob}: must lie in [0, 1]")
+
+    @property
+    def rows(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(self.temperature, self.top_k, self.top_p)
+
+    def engine(self, sampling: SamplingParams, eos_ids: tuple[int, ...], prompt_slots: int) -> EngineConfig:
+        return EngineConfig(
+            sampling=sampling,
+            eos_ids=eos_ids,
+            draft_buckets=self.draft_buckets,
+            min_match=self.min_match,
+            min_prob=self.min_prob,
+            chunk=self.chunk,
+            max_rows=self.max_rows,
+            prompt_slots=prompt_slots,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    depth: int
+    max_tokens: int
+
+    def __post_init__(self):
+        _at_least("history", self, 1, "depth", "max_tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class Grpo:
+    clip_low: float
+    clip_high: float
+    kl_coef: float
+    aggregate: str
+    normalize_std: bool
+    updates_per_batch: int
+
+    def __post_init__(self):
+        _at_least("grpo", self, 1, "updates_per_batch")
+
+    def loss(self) -> LossConfig:
+        return LossConfig(self.clip_low, self.clip_high, self.kl_coef, self.aggregate)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    learning_rate: float
+    schedule: str
+    warmup_updates: int
+    b1: float
+    b2: float
+    weight_decay: float
+    clip_norm: float
+    micro_batches: int
+    remat: bool
+
+    def config(self, total_updates: int) -> OptimizerConfig:
+        return OptimizerConfig(**dataclasses.asdict(self), total_updates=total_updates)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    data: int
+    fsdp: int
+    tensor: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    every: int
+
+    def __post_init__(self):
+        _at_least("eval", self, 1, "every")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    every: int
+    keep: int
+
+    def __post_init__(self):
+        _at_least("checkpoint", self, 1, "every", "keep")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    seed: int
+    steps: int
+    task: Task
+    init: Init
+    model: Model
+    rollout: Rollout
+    history: History
+    grpo: Grpo
+    optimizer: Optimizer
+    mesh: MeshShape
+    eval: Eval
+    checkpoint: Checkpoint
+
+    def __post_init__(self):
+        if not 0 <= self.seed < 2**31:
+            raise InputError(f"seed={self.seed}: must be from 0 to 2**31 - 1")
+        if self.steps < 1:
+            raise InputError(f"steps={self.steps}: must be at least 1")
+        if self.rollout.prompts_per_step > self.task.train_size:
+            raise InputError(
+                f"rollout.prompts_per_step={self.rollout.prompts_per_step}: must not exceed "
+                f"task.train_size={self.task.train_size}"
+            )
+        if self.rollout.samples_per_prompt == 1:
+            raise InputError(
+                "rollout.samples_per_prompt=1: a group of one has no advantage, nothing would be learned; use 2 or more"
+            )
+        # Their own checks run now rather than after the weights are loaded.
+        self.rollout.engine(self.rollout.sampling(), eos_ids=(0,), prompt_slots=self.rollout.max_prompt_tokens)
+        self.grpo.loss()
+        self.optimizer.config(self.total_updates)
+
+    @property
+    def total_updates(self) -> int:
+        return self.steps * self.grpo.updates_per_batch
+
+    @classmethod
+    def from_config(cls, config: ml_collections.ConfigDict) -> "Settings":
+        return _section(cls, config.to_dict(), "")
+
+
+def _section(cls: type, values: dict, path: str) -> Any:
+    fields = {f.name: f.type for f in dataclasses.fields(cls)}
+    for name in values:
+        if name not in fields:
+            raise unknown_field(f"{path}{name}", [f"{path}{f}" for f in fields])
+    arguments = {}
+    for name, kind in fields.items():
+        if name not in values:
+            raise InputError(f"config.{path}{name}: missing")
+        value = values[name]
+        if dataclasses.is_dataclass(kind):
+            if not isinstance(value, dict):
+                raise InputError(f"config.{path}{name}={value!r}: must be a section of fields")
+            arguments[name] = _section(kind, value, f"{path}{name}.")
+        else:
+            arguments[name] = _typed(f"{path}{name}", value, kind)
+    return cls(**arguments)
+
+
+def _typed(name: str, value: Any, kind: type) -> Any:
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind is tuple and isinstance(value, list):
+        value = tuple(value)
+    if type(value) is not kind:
+        raise InputError(f"config.{name}={value!r}: must be of type {kind.__name__}, not {type(value).__name__}")
+    if kind is tuple and not all(type(v) is int for v in value):
+        raise InputError(f"config.{name}={value!r}: must hold whole numbers")
+    if kind is float and not math.isfinite(value):
+        raise InputError(f"config.{name}={value!r}: must be finite")
+    return value
+
+
+def unknown_field(name: str, known: list[str]) -> InputError:
+    """The error for a config field that does not exist, with the nearest that do."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+    return InputError(f"config.{name}: no such field; {hint}")

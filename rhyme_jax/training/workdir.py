@@ -1,0 +1,151 @@
+"""A run's directory: its stored config, metrics, samples, checkpoints and result.
+
+config.json            the config, versions and git revision of the first start
+checkpoints/<step>/    see `training.checkpoints`
+metrics.jsonl          one object a step
+samples/step_*.jsonl   the rollouts of each step
+result.json            written when the run is complete
+"""
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+from collections.abc import Iterable
+from typing import Any
+
+import ml_collections
+
+from rhyme_jax.errors import InputError
+from rhyme_jax.files import write_json
+
+# Fields that a resumed run may change: they do not touch what the steps before the change computed.
+MAY_CHANGE = ("steps", "eval.every", "checkpoint.every", "checkpoint.keep")
+
+
+class Workdir:
+    def __init__(self, path):
+        self.path = pathlib.Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.samples = self.path / "samples"
+        self.metrics = self.path / "metrics.jsonl"
+        self.result = self.path / "result.json"
+        self.config = self.path / "config.json"
+
+    def prepare(self, config: ml_collections.ConfigDict) -> None:
+        """Makes the directory and stores the config, or checks it against the one stored.
+
+        Raises:
+          InputError: the path is not a writable directory, or it holds a run whose config differs in a field that
+            matters (see MAY_CHANGE).
+        """
+        stored = self._read_config()
+        if stored is not None:
+            _check_same(stored["config"], config.to_dict(), self.path)
+        try:
+            self.samples.mkdir(parents=True, exist_ok=True)
+            if stored is None:
+                write_json(self.config, {"config": config.to_dict(), **_environment()})
+        except OSError as e:
+            raise InputError(f"--workdir={self.path}: cannot be written ({e.strerror or e})") from e
+
+    def _read_config(self) -> dict | None:
+        try:
+            if not self.config.exists():
+                return None
+            stored = json.loads(self.config.read_text())
+            if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
+                raise ValueError("no 'config' object")
+        except OSError as e:
+            raise InputError(f"--workdir={self.path}: cannot be read ({e.strerror or e})") from e
+        except (ValueError, RecursionError) as e:
+            raise InputError(f"--workdir={self.path}: its config.json is damaged ({e})") from e
+        return stored
+
+    def write_samples(self, step: int, samples: Iterable[dict]) -> None:
+        lines = "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples)
+        (self.samples / f"step_{step:06d}.jsonl").write_text(lines, encoding="utf-8")
+
+
+class MetricsFile:
+    """Appends one JSON object a line. Opening it for a resumed run drops lines of later steps, and a last line
+    that was torn by a crash.
+    """
+
+    def __init__(self, path: pathlib.Path, done_steps: int):
+        # With no step done the run starts over, and evaluates its initial weights again.
+        kept = [metrics for metrics in read_metrics(path) if metrics["step"] <= done_steps] if done_steps else []
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(metrics) + "\n" for metrics in kept))
+        temporary.replace(path)
+        self._file = path.open("a")
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path) -> list[dict]:
+    """The metrics of a run, also of one that is running or was killed; none where the file does not exist.
+
+    Raises:
+      InputError: a line but for a torn last one is not an object with a whole number `step`.
+    """
+    path, metrics = pathlib.Path(path), []
+    if not path.exists():
+        return metrics
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn, or empty
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if type(record["step"]) is not int:
+                raise TypeError
+        except (ValueError, TypeError, KeyError, RecursionError) as e:
+            raise InputError(f"{path}, line {number}: damaged; remove that line to go on") from e
+        metrics.append(record)
+    return metrics
+
+
+def _environment() -> dict:
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    root = pathlib.Path(__file__).parent
+    try:
+        revision = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        revision = None
+    return {
+        "git_revision": revision,
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "pid": os.getpid(),
+    }
+
+
+def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def _check_same(stored: dict, config: dict, path) -> None:
+    old, new = _flat(stored), _flat(config)
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name) and not _may_change(name, new):
+            raise InputError(
+                f"--workdir={path}: holds a run with config.{name}={old.get(name)!r}, now {new.get(name)!r}; "
+                "use that value or another workdir"
+            )
+
+
+def _may_change(name: str, config: dict) -> bool:
+    # A cosine schedule is stretched over the steps, so their number is part of every update.
+    return name in MAY_CHANGE and not (name == "steps" and config.get("optimizer.schedule") == "cosine")
