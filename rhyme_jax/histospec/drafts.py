@@ -58,8 +58,10 @@ def suffix_match(history_BRP: jax.Array, context_BM: jax.Array, position_B: jax.
         before_BRP = jnp.pad(history_BRP, ((0, 0), (0, 0), (m + 1, 0)), constant_values=SEPARATOR)[..., :positions]
         alive_BRP &= before_BRP == context_BM[:, None, m, None]
         match_BRP += alive_BRP
-    distance_BP = jnp.abs(jnp.arange(positions) - (MAX_MATCH + position_B[:, None]))
-    score_BRP = match_BRP * (2 * positions + MAX_MATCH) - jnp.minimum(distance_BP, positions)[:, None, :]
+    # Beyond the end of the history the nearest is the last: clipping the position there keeps every distance below
+    # a token's worth, so that length goes before nearness.
+    here_B1 = jnp.minimum(MAX_MATCH + position_B, positions)[:, None]
+    score_BRP = match_BRP * (positions + 1) - jnp.abs(jnp.arange(positions) - here_B1)[:, None, :]
     next_BR = jnp.argmax(score_BRP, axis=-1)
     return next_BR, jnp.take_along_axis(match_BRP, next_BR[..., None], axis=-1)[..., 0]
 

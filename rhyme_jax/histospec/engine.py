@@ -8,7 +8,8 @@ One iteration, for all rows at once:
 4. *commit* the accepted prefix and one more token, cut at EOS and budget (`verify`).
 
 K = 1 is plain decoding, by the same code. A chunk runs up to `chunk` iterations in a `lax.while_loop`; between
-chunks the host picks the next K and reports progress. A rejected draft leaves stale keys and values beyond the
+chunks the host reports progress, shrinks the batch when few rows are left, and gives drafting up where it does not
+pay (after a first, short chunk at the earliest). A rejected draft leaves stale keys and values beyond the
 row's length; nothing attends to them, and the next iteration overwrites them.
 
 Suffix letters: B rows, S positions (cache and token buffer), T response positions, K verified positions,
@@ -16,7 +17,6 @@ J = K - 1 drafted positions, V vocabulary.
 """
 
 import dataclasses
-import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -30,12 +30,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rhyme_jax.buckets import bucket
 from rhyme_jax.errors import InputError
 from rhyme_jax.histospec import noise
-from rhyme_jax.histospec.drafts import Draft, HistoryBlock, draft_from_history
+from rhyme_jax.histospec.drafts import MAX_MATCH, Draft, HistoryBlock, draft_from_history
 from rhyme_jax.histospec.sampling import SamplingParams, draw
 from rhyme_jax.histospec.verify import verify
 from rhyme_jax.models import decoder
 from rhyme_jax.models.config import DecoderConfig
 from rhyme_jax.models.params import BATCH_AXES
+
+PROBE = 4  # iterations of the first chunk with drafts, after which they may be given up
+COMPACT = 4  # a batch shrinks to 1/4 when so few rows are left; finer steps would compile more programs
+FEWEST_ROWS = 8  # smallest batch that is shrunk to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +51,9 @@ class EngineConfig:
     draft_buckets: tuple[int, ...] = (1, 8)  # values of K; 1 is used where there is no history
     min_match: int = 3  # tokens of context that a draft must match
     min_prob: float = 0.1  # share of the votes below which a drafted path stops
+    verify_cost: float = 0.0  # time of each further verified position, as a share of a K = 1 iteration
     chunk: int = 32  # iterations between two looks of the host
-    max_rows: int = 256  # rows decoded together; more are taken in turns
+    max_rows: int = 256  # rows decoded together (rounded up to a power of two); more are taken in turns
     prompt_slots: int = 8  # shortest padded prompt; set to the longest of a data set, every batch has one shape
 
     def __post_init__(self):
@@ -59,6 +64,16 @@ class EngineConfig:
         for name in ("min_match", "chunk", "max_rows", "prompt_slots"):
             if getattr(self, name) < 1:
                 raise InputError(f"rollout.{name}={getattr(self, name)}: must be at least 1")
+        if self.min_match > MAX_MATCH:
+            raise InputError(
+                f"rollout.min_match={self.min_match}: must be at most {MAX_MATCH}, the longest match tried"
+            )
+        if not self.verify_cost >= 0:
+            raise InputError(f"rollout.verify_cost={self.verify_cost}: must not be negative")
+
+    def worth_drafting(self, k: int, tokens_per_row_forward: float) -> bool:
+        """Whether K = k gave enough tokens for its cost: more per unit of time than K = 1 would have."""
+        return tokens_per_row_forward >= 1 + self.verify_cost * (k - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +167,8 @@ def iterate(
         logits_BKV = decoder.logits(params, model, hidden_BKD)
     with jax.named_scope("sample"):
         slot_BK = (state.length_B - state.prompt_length_B)[:, None] + jnp.arange(k)
-        uniform_BK = noise.position_uniforms(state.key_B2, slot_BK)
-        sampled_BK, log_prob_BK, behaviour_log_prob_BK = draw(logits_BKV, uniform_BK, config.sampling)
+        keys_BK2 = noise.position_keys(state.key_B2, slot_BK)
+        sampled_BK, log_prob_BK, behaviour_log_prob_BK = draw(logits_BKV, keys_BK2, config.sampling)
     with jax.named_scope("commit"):
         verdict = verify(draft.tokens_BJ, draft.length_B, sampled_BK, remaining_B, state.active_B, config.eos_ids)
         committed_BK = jnp.arange(k) < verdict.commit_B[:, None]
@@ -197,15 +212,24 @@ def _draft(config: EngineConfig, k: int, history: HistoryBlock | None, state: Ro
     return draft.replace(length_B=jnp.minimum(draft.length_B, remaining_B - 1))
 
 
-def prefill(params: dict, model: DecoderConfig, slots: int, state: RolloutState) -> RolloutState:
-    """Writes the prompts' keys and values, for the first `slots` positions of every row.
+def prefill(
+    params: dict, model: DecoderConfig, prompt_UP: jax.Array, prompt_of_row_B: jax.Array, positions: int
+) -> decoder.Cache:
+    """The cache of a batch at its start: each of U prompts is run once, and its rows get copies.
 
-    Positions at or past a prompt's last token are written with whatever stands there: the first iteration feeds
-    the last prompt token again, and later ones overwrite the rest before anything attends to it.
+    Slots at or past a prompt's last token hold whatever its padding gave: the first iteration feeds the last prompt
+    token again, and later ones overwrite the rest before anything attends to it.
+
+    Args:
+      prompt_UP: int32 padded prompts.
+      prompt_of_row_B: int32, which of them each row continues.
+      positions: S, slots of the cache.
     """
-    positions_BS = jnp.broadcast_to(jnp.arange(slots), (state.tokens_BS.shape[0], slots))
-    _, cache = decoder.forward(params, model, state.tokens_BS[:, :slots], positions_BS, state.cache)
-    return state.replace(cache=cache)
+    prompts, slots = prompt_UP.shape
+    positions_UP = jnp.broadcast_to(jnp.arange(slots), (prompts, slots))
+    _, cache = decoder.forward(params, model, prompt_UP, positions_UP, decoder.init_cache(model, prompts, slots))
+    grow = ((0, 0), (0, 0), (0, positions - slots), (0, 0))
+    return jax.tree.map(lambda x_UNPh: jnp.pad(x_UNPh[prompt_of_row_B], grow), cache)
 
 
 class RolloutEngine:
@@ -221,8 +245,15 @@ class RolloutEngine:
         self._row_multiple = int(np.prod([mesh.shape[a] for a in BATCH_AXES]))
         self._by_row = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._prefill = jax.jit(self._traced_prefill, static_argnames="slots", donate_argnames="state")
+        heads = "tensor" if model.kv_heads % mesh.shape["tensor"] == 0 else None
+        cache = NamedSharding(mesh, PartitionSpec(BATCH_AXES, heads))
+        self._prefill = jax.jit(self._traced_prefill, static_argnames="positions", out_shardings=cache)
         self._chunk = jax.jit(self._traced_chunk, static_argnames="k", donate_argnames="state")
+        by_row = {f.name: self._by_row for f in dataclasses.fields(RolloutState)}
+        self._gather = jax.jit(
+            lambda state, index_B: jax.tree.map(lambda x: x[index_B], state),
+            out_shardings=RolloutState(**{**by_row, "cache": cache}),
+        )
 
     def generate(
         self,
@@ -241,7 +272,7 @@ class RolloutEngine:
         Raises:
           InputError: a prompt is empty, a budget is below 1, or the two exceed the model's positions.
         """
-        self._check(requests)
+        self._check(requests, history)
         # One set of shapes for all turns, so that a last, smaller turn compiles nothing new.
         rows = self.row_bucket(min(len(requests), self.config.max_rows))
         prompt_slots = bucket(max(len(r.prompt) for r in requests), self.config.prompt_slots)
@@ -251,20 +282,11 @@ class RolloutEngine:
         start, parts, iterations = time.monotonic(), [], 0
         for first in range(0, len(requests), rows):
             batch = requests[first : first + rows]
-            state = self._place(batch, rows, prompt_slots, response_slots)
-            state = self._prefill(params, state, slots=prompt_slots)
-            while True:
-                k = self.choose_bucket(history)
-                state, steps = self._chunk(params, history if k > 1 else None, state, k=k)
-                active = np.asarray(state.active_B)
-                iterations += int(steps)
-                if progress is not None:
-                    progress(first + int((~active[: len(batch)]).sum()), len(requests))
-                if not active.any():
-                    break
-            # The cache stays behind; only what describes the rollouts is fetched.
-            fetched = jax.device_get(state.replace(cache=()))
-            parts.append(jax.tree.map(operator.itemgetter(slice(len(batch))), fetched))
+            state = self._place(params, batch, rows, prompt_slots, response_slots)
+            report = None if progress is None else lambda done, first=first: progress(first + done, len(requests))
+            state, steps = self._decode(params, history, state, report)
+            iterations += steps
+            parts.append(jax.tree.map(operator.itemgetter(slice(len(batch))), state))
         done = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
         return Rollouts(
             tokens_NS=done.tokens_BS,
@@ -281,18 +303,65 @@ class RolloutEngine:
             seconds=time.monotonic() - start,
         )
 
-    def choose_bucket(self, history: HistoryBlock | None) -> int:
-        """K of the next chunk: plain decoding without history, the largest bucket with it."""
-        return 1 if history is None else max(self.config.draft_buckets)
+    def _decode(
+        self, params: dict, history: HistoryBlock | None, state: RolloutState, report: Callable[[int], None] | None
+    ) -> tuple[RolloutState, int]:
+        """Runs chunks until every row is done.
+
+        When a quarter of the rows is left, those are gathered into a smaller batch: the last, long responses then
+        do not pay for rows that are done.
+
+        Returns:
+          (the final state on the host, without cache, rows in their first order; the number of iterations)
+        """
+        waiting, iterations = int(state.active_B.sum()), 0
+        k, limit = (1, self.config.chunk) if history is None else (max(self.config.draft_buckets), PROBE)
+        origin_B = np.arange(len(state.active_B))  # where each row of the current batch stood at first
+        finished = None
+        while True:
+            smaller = self._smaller_batch(len(origin_B))
+            before = _totals(state)
+            state, steps = self._chunk(params, history if k > 1 else None, state, limit, smaller, k=k)
+            iterations += int(steps)
+            active_B = np.asarray(state.active_B)
+            active = int(active_B.sum())
+            if report is not None:
+                report(waiting - active)
+            # Decided by the tokens alone, never by a clock, so that a repeated run decides alike.
+            if k > 1 and not self.config.worth_drafting(k, float(np.divide(*(_totals(state) - before)))):
+                k = 1
+            limit = self.config.chunk
+            if active > smaller:
+                continue
+            fetched = jax.device_get(state.replace(cache=()))
+            if finished is None:
+                finished = jax.tree.map(np.array, fetched)
+            else:
+                jax.tree.map(lambda whole, part, to=origin_B: whole.__setitem__(to, part), finished, fetched)
+            if active == 0:
+                return finished, iterations
+            while active <= self._smaller_batch(smaller):
+                smaller = self._smaller_batch(smaller)
+            # Active rows first, then as many others as fill the batch.
+            index_B = np.argsort(~active_B, kind="stable")[:smaller]
+            state, origin_B = self._gather(state, index_B), origin_B[index_B]
+
+    def _smaller_batch(self, rows: int) -> int:
+        """The number of rows to go on with once no more are active; 0 where the batch is not shrunk."""
+        smaller = -(-rows // (COMPACT * self._row_multiple)) * self._row_multiple
+        return smaller if FEWEST_ROWS <= smaller < rows else 0
 
     def row_bucket(self, rows: int) -> int:
         """The padded number of rows: a power of two, rounded up to fill the mesh."""
         return -(-bucket(rows, minimum=1) // self._row_multiple) * self._row_multiple
 
-    def _check(self, requests: Sequence[Request]) -> None:
+    def _check(self, requests: Sequence[Request], history: HistoryBlock | None) -> None:
         if not requests:
             raise InputError("rollout: no requests")
+        groups = None if history is None else history.weight_GR.shape[0]
         for r in requests:
+            if groups is not None and not 0 <= r.group < groups:
+                raise ValueError(f"rollout: a request draws from group {r.group}, the history has {groups}")
             if len(r.prompt) == 0:
                 raise InputError(f"rollout: prompt {r.prompt_id:#x} is empty; it needs at least one token")
             if r.budget < 1:
@@ -303,8 +372,10 @@ class RolloutEngine:
                     f"{self.model.max_positions} positions"
                 )
 
-    def _place(self, requests: Sequence[Request], rows: int, prompt_slots: int, response_slots: int) -> RolloutState:
-        """The initial state of a batch, padded with rows that are never active."""
+    def _place(
+        self, params: dict, requests: Sequence[Request], rows: int, prompt_slots: int, response_slots: int
+    ) -> RolloutState:
+        """The initial state of a batch, prompts prefilled, padded with rows that are never active."""
         n, positions = len(requests), prompt_slots + response_slots
         tokens_BS = np.zeros((rows, positions), np.int32)
         prompt_length_B = np.ones(rows, np.int32)
@@ -333,29 +404,46 @@ class RolloutEngine:
             accepted_B=zeros_B,
             cache=(),
         )
-        return jax.device_put(state, self._by_row).replace(cache=self._init_cache(rows, positions))
+        state = jax.device_put(state, self._by_row)
+        return state.replace(
+            cache=self._prefill(params, *self._prompts(requests, rows, prompt_slots), positions=positions)
+        )
 
-    @functools.cached_property
-    def _init_cache(self):
-        """Makes zeroed buffers where they belong: rows over the batch axes, heads over "tensor"."""
-        tensor = "tensor" if self.model.kv_heads % self.mesh.shape["tensor"] == 0 else None
-        sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES, tensor))
-        return jax.jit(functools.partial(decoder.init_cache, self.model), static_argnums=(0, 1), out_shardings=sharding)
+    def _prompts(self, requests: Sequence[Request], rows: int, slots: int) -> tuple[jax.Array, jax.Array]:
+        """The distinct prompts of a batch, padded, and which of them each row continues."""
+        index: dict[bytes, int] = {}
+        prompt_of_row_B = np.zeros(rows, np.int32)
+        for b, r in enumerate(requests):
+            prompt_of_row_B[b] = index.setdefault(np.asarray(r.prompt, np.int32).tobytes(), len(index))
+        prompt_UP = np.zeros((self.row_bucket(len(index)), slots), np.int32)
+        for prompt, u in index.items():
+            tokens = np.frombuffer(prompt, np.int32)
+            prompt_UP[u, : len(tokens)] = tokens
+        return jax.device_put((prompt_UP, prompt_of_row_B), self._by_row)
 
-    def _traced_prefill(self, params, state: RolloutState, slots: int) -> RolloutState:
-        self.compiled.append(f"prefill {state.tokens_BS.shape[0]}x{slots}")
-        return prefill(params, self.model, slots, state)
+    def _traced_prefill(self, params, prompt_UP, prompt_of_row_B, positions: int) -> decoder.Cache:
+        self.compiled.append(f"prefill {'x'.join(map(str, prompt_UP.shape))} for {len(prompt_of_row_B)} rows")
+        return prefill(params, self.model, prompt_UP, prompt_of_row_B, positions)
 
-    def _traced_chunk(self, params, history, state: RolloutState, k: int) -> tuple[RolloutState, jax.Array]:
+    def _traced_chunk(
+        self, params, history, state: RolloutState, limit, smaller, k: int
+    ) -> tuple[RolloutState, jax.Array]:
+        """Iterates until `limit` iterations are done or at most `smaller` rows are active."""
         shape = "" if history is None else f" history {'x'.join(map(str, history.tokens_GRP.shape))}"
         self.compiled.append(f"decode {'x'.join(map(str, state.tokens_BS.shape))} K={k}{shape}")
 
         def keep_going(carry):
             state, steps = carry
-            return (steps < self.config.chunk) & jnp.any(state.active_B)
+            return (steps < limit) & (jnp.sum(state.active_B) > smaller)
 
         def step(carry):
             state, steps = carry
             return iterate(params, self.model, self.config, k, history, state), steps + 1
 
         return jax.lax.while_loop(keep_going, step, (state, jnp.int32(0)))
+
+
+def _totals(state: RolloutState) -> np.ndarray:
+    """[response tokens, row-forwards] so far, over all rows."""
+    length_B, prompt_B, forwards_B = jax.device_get((state.length_B, state.prompt_length_B, state.forwards_B))
+    return np.array([(length_B - prompt_B).sum(), forwards_B.sum()], np.int64)

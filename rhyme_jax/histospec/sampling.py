@@ -1,5 +1,12 @@
 """From logits to a token: temperature, then top-k, then top-p, in float32, in one function for every path.
 
+The draw is an exponential race: each token waits an exponential time at a rate of its probability, and the first
+to arrive is the sample. (It is the Gumbel-max trick, Gumbel 1954, before taking logarithms.) Each token's time
+depends on its own probability alone, so rounding differences between two ways of computing the same logits matter
+only where the two fastest tokens all but tie. An inverse-CDF draw is cheaper, but shifts every later boundary with
+every earlier error: with logits over 49,152 tokens disturbed by 1e-4 (1e-5), 396 (95) of 10,000 draws changed, and
+1 (0) of the races.
+
 Suffix letters: V vocabulary; `...` any leading axes (rows, positions).
 """
 
@@ -9,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from rhyme_jax.errors import InputError
+from rhyme_jax.histospec.noise import exponentials
 
-BLOCK = 256  # vocabulary entries summed together before the inverse-CDF search
+BLOCK = 256  # vocabulary entries among which a maximum is taken first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +45,12 @@ class SamplingParams:
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def draw(logits: jax.Array, uniform: jax.Array, params: SamplingParams) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Samples one token per position by the inverse CDF.
+def draw(logits: jax.Array, keys: jax.Array, params: SamplingParams) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Samples one token per position.
 
     Args:
       logits: float32 [..., V].
-      uniform: float32 [...] in [0, 1).
+      keys: uint32 [..., 2], see `noise.position_keys`; unused when greedy.
 
     Returns:
       token: int32 [...]; never one of probability zero.
@@ -52,14 +60,15 @@ def draw(logits: jax.Array, uniform: jax.Array, params: SamplingParams) -> tuple
         included. Equal to log_prob when neither is on.
     """
     if params.temperature == 0:
-        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        token = _argmax(logits)
         return token, jnp.zeros(token.shape, jnp.float32), jnp.zeros(token.shape, jnp.float32)
     scaled = logits.astype(jnp.float32) / params.temperature
     weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
     kept = _filter(weights, params)
-    token, kept_total = _inverse_cdf(kept, uniform)
+    # The most likely token has weight 1, so the winner's speed is positive, and no token of weight 0 ever wins.
+    token = _argmax(kept / exponentials(keys, kept.shape[-1]))
     log_weight = jnp.take_along_axis(scaled, token[..., None], axis=-1)[..., 0] - jnp.max(scaled, axis=-1)
-    behaviour_log_prob = log_weight - jnp.log(kept_total)
+    behaviour_log_prob = log_weight - jnp.log(jnp.sum(kept, axis=-1))
     log_prob = log_weight - jnp.log(jnp.sum(weights, axis=-1)) if params.filters else behaviour_log_prob
     return token, log_prob, behaviour_log_prob
 
@@ -96,30 +105,16 @@ def _threshold(weights: jax.Array, mass: jax.Array, target: jax.Array) -> jax.Ar
     return jax.lax.bitcast_convert_type(low, jnp.float32)[..., None]
 
 
-def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first index whose cumulative weight exceeds uniform * total, and the total.
+def _argmax(scores: jax.Array) -> jax.Array:
+    """`jnp.argmax` over the last axis, int32; ties go to the lowest index.
 
-    Two levels: sums of blocks, then the cumulative sum of one block, so that no cumulative sum over the whole
-    vocabulary is formed. A strict comparison passes over zero weights, also at uniform = 0. Where rounding
-    leaves no index (the sums were added in another order), the last positive weight is taken.
+    The maximum of each block first, then the position inside the first best block: XLA's CPU backend vectorizes a
+    maximum, but not an argmax (5 ms against 1.6 ms for a draw of 16 rows at 49,152 tokens).
     """
-    size = weights.shape[-1]
+    size = scores.shape[-1]
     block = min(BLOCK, size)
-    padded = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, -size % block)])
-    blocks = padded.reshape(*weights.shape[:-1], -1, block)
-    sums = jnp.sum(blocks, axis=-1)
-    ends = jnp.cumsum(sums, axis=-1)
-    total = ends[..., -1]
-    target = uniform * total
-    which = _first_above(ends, target, sums)
-    start = jnp.take_along_axis(ends - sums, which[..., None], axis=-1)[..., 0]
-    inside = jnp.take_along_axis(blocks, which[..., None, None], axis=-2)[..., 0, :]
-    within = _first_above(jnp.cumsum(inside, axis=-1), target - start, inside)
-    return (which * block + within).astype(jnp.int32), total
-
-
-def _first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:
-    """First index with weight > 0 and ends > target; the last with weight > 0 where there is none."""
-    hit = (ends > target[..., None]) & (weights > 0)
-    last = weights.shape[-1] - 1 - jnp.argmax(weights[..., ::-1] > 0, axis=-1)
-    return jnp.where(jnp.any(hit, axis=-1), jnp.argmax(hit, axis=-1), last)
+    padding = [(0, 0)] * (scores.ndim - 1) + [(0, -size % block)]
+    blocks = jnp.pad(scores, padding, constant_values=-jnp.inf).reshape(*scores.shape[:-1], -1, block)
+    best = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
+    inside = jnp.take_along_axis(blocks, best[..., None, None], axis=-2)[..., 0, :]
+    return (best * block + jnp.argmax(inside, axis=-1)).astype(jnp.int32)

@@ -59,7 +59,11 @@ def forward(
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     dtype = config.compute_dtype
-    x_BKD = shard_rows(params["embed"].astype(dtype)[tokens_BK])
+    embed_VD = params["embed"].astype(dtype)
+    if mesh is not None:
+        # Gathered over fsdp before the look-up: left to itself, XLA replicates the looked-up rows instead.
+        embed_VD = jax.lax.with_sharding_constraint(embed_VD, NamedSharding(mesh, PartitionSpec("tensor", None)))
+    x_BKD = shard_rows(embed_VD[tokens_BK])
     rope = _rope_tables(positions_BK, config)
     span = jnp.arange(tokens_BK.shape[1] if cache is None else cache[0][0].shape[2])
     visible_BKS = span[None, None, :] <= positions_BK[:, :, None]

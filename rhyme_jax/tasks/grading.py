@@ -13,6 +13,10 @@ _NUMBER = re.compile(
 )
 _MAX_DIGITS = 400  # longer is no answer; keeps hostile text from costing time
 
+_HASHES = re.compile(r"####")
+_PHRASE = re.compile(r"answer(?:\s+is|:)[ \t:]*", flags=re.IGNORECASE)
+_BRACE = re.compile(r"(\\boxed)?\{|\}")
+
 EXTRACTORS = ("hashes", "boxed", "phrase")
 
 
@@ -24,32 +28,40 @@ def extract_answer(text: str, extractors: Sequence[str] = ("hashes",)) -> str | 
     """
     for name in extractors:
         if name == "hashes":
-            found = re.findall(r"####[ \t]*([^\n]*)", text)
+            found = _rest_of_line(_HASHES, text)
         elif name == "boxed":
-            found = _last_boxed(text)
+            found = _boxed(text)
         elif name == "phrase":
-            found = re.findall(r"answer(?:\s+is|:)[ \t:]*([^\n]*)", text, flags=re.IGNORECASE)
+            found = _rest_of_line(_PHRASE, text)
         else:
             raise ValueError(f"grading: unknown extractor {name!r}; there are {', '.join(EXTRACTORS)}")
-        if found:
-            return found[-1].strip()
+        if found is not None:
+            return found.strip()
     return None
 
 
-def _last_boxed(text: str) -> list[str]:
-    """The content of the last balanced box, if any, in one pass: matching braces anew from each box takes time
-    quadratic in the length of hostile text.
+def _rest_of_line(marker: re.Pattern, text: str) -> str | None:
+    """What follows the last marker, up to the end of its line."""
+    start = -1
+    for match in marker.finditer(text):
+        start = match.end()
+    return None if start < 0 else text[start:].partition("\n")[0]
+
+
+def _boxed(text: str) -> str | None:
+    """The content of the last balanced box, in one pass: matching braces anew from each box takes time quadratic in
+    the length of hostile text.
     """
     open_braces: list[int | None] = []  # where the content of each starts; None for a brace that opens no box
     start = end = -1
-    for brace in re.finditer(r"(\\boxed)?\{|\}", text):
+    for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             open_braces.append(brace.end() if brace[1] else None)
         elif open_braces:
             opened = open_braces.pop()
             if opened is not None and opened > start:
                 start, end = opened, brace.start()
-    return [] if start < 0 else [text[start:end]]
+    return None if start < 0 else text[start:end]
 
 
 def parse_number(answer: str) -> Fraction | None:

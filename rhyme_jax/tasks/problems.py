@@ -71,7 +71,7 @@ def read_gsm8k(path: str) -> list[Problem]:
         raise InputError(f"task.path={path}: no such file")
     problems: dict[str, Problem] = {}
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"task.path={path}: not readable as UTF-8 text ({' '.join(str(e).split())})") from e
     for number, line in enumerate(lines, 1):

@@ -98,9 +98,7 @@ class Trainer:
         self.reference = None
         if s.grpo.kl_coef > 0:
             self.reference = self.learner.place_params(loaded.params)
-        # A run killed before its first checkpoint starts over, with its step 0.
-        resumed = self.checkpoints.latest is not None
-        self.metrics = MetricsFile(self.workdir.metrics, self.progress.steps if resumed else -1)
+        self.metrics = MetricsFile(self.workdir.metrics, self.progress.steps)
 
     def run(self) -> dict:
         """Trains to the last step; returns what it writes to result.json."""
@@ -140,8 +138,11 @@ class Trainer:
             history = self.history.query([p.tokens for p in prompts], group_slots=len(prompts))
         with watch("weights"):
             weights = self.learner.rollout_params(self.state)
+        compiled = len(self.engine.compiled)
         with watch("rollout"):
             rollouts = self.engine.generate(weights, requests, history)
+        if step > 0 and len(self.engine.compiled) > compiled:
+            self.console.line(f"compiled: {', '.join(self.engine.compiled[compiled:])}")
         if step == s.steps - 1:
             with watch("compare"):
                 self.progress.comparison = self._compare_with_plain(weights, requests, history, rollouts)
@@ -205,10 +206,14 @@ class Trainer:
         by_group: dict[int, list[Response]] = {}
         for n, request in enumerate(requests):
             # A copy: a slice would keep the whole batch's array alive.
-            response = Response(rollouts.response(n).copy(), float(rewards[n]), step, step)
+            response = Response(rollouts.response(n).copy(), float(rewards[n]), self._policy_version(step), step)
             by_group.setdefault(request.group, []).append(response)
         for group, responses in by_group.items():
             self.history.add(prompts[group].tokens, responses)
+
+    def _policy_version(self, step: int) -> int:
+        """Learner updates behind the weights that a step's rollouts are made with."""
+        return step * self.settings.grpo.updates_per_batch
 
     def _rollout_metrics(self, rollouts: Rollouts, rewards: np.ndarray) -> dict:
         lengths = rollouts.response_length_N
@@ -241,7 +246,7 @@ class Trainer:
                     "length": int(rollouts.response_length_N[n]),
                     "accepted": int(rollouts.accepted_N[n]),
                     "ended": bool(rollouts.ended_N[n]),
-                    "policy_version": self.progress.steps - 1,
+                    "policy_version": self._policy_version(r.step),
                 }
                 for n, r in enumerate(requests)
             ),

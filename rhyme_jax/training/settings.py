@@ -68,6 +68,7 @@ class Rollout:
     draft_buckets: tuple
     min_match: int
     min_prob: float
+    verify_cost: float
     chunk: int
     max_rows: int
 
@@ -92,6 +93,7 @@ class Rollout:
             draft_buckets=self.draft_buckets,
             min_match=self.min_match,
             min_prob=self.min_prob,
+            verify_cost=self.verify_cost,
             chunk=self.chunk,
             max_rows=self.max_rows,
             prompt_slots=prompt_slots,

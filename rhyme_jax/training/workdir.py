@@ -9,7 +9,7 @@ result.json            written when the run is complete
 
 import importlib.metadata
 import json
-import os
+import math
 import pathlib
 import subprocess
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from typing import Any
 import ml_collections
 
 from rhyme_jax.errors import InputError
-from rhyme_jax.files import write_json
+from rhyme_jax.files import read_json, write_json
 
 # Fields that a resumed run may change: they do not touch what the steps before the change computed.
 MAY_CHANGE = ("steps", "eval.every", "checkpoint.every", "checkpoint.keep")
@@ -54,12 +54,13 @@ class Workdir:
         try:
             if not self.config.exists():
                 return None
-            stored = json.loads(self.config.read_text())
-            if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
-                raise ValueError("no 'config' object")
         except OSError as e:
             raise InputError(f"--workdir={self.path}: cannot be read ({e.strerror or e})") from e
-        except (ValueError, RecursionError) as e:
+        try:
+            stored = read_json(self.config)
+            if not isinstance(stored.get("config"), dict):
+                raise InputError("it has no 'config' object")
+        except InputError as e:
             raise InputError(f"--workdir={self.path}: its config.json is damaged ({e})") from e
         return stored
 
@@ -82,7 +83,9 @@ class MetricsFile:
         self._file = path.open("a")
 
     def write(self, metrics: dict[str, Any]) -> None:
-        self._file.write(json.dumps(metrics) + "\n")
+        """Appends a line. NaN and infinity, which are not JSON, become null."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -122,7 +125,6 @@ def _environment() -> dict:
     return {
         "git_revision": revision,
         "packages": {name: importlib.metadata.version(name) for name in packages},
-        "pid": os.getpid(),
     }
 
 

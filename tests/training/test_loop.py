@@ -1,0 +1,205 @@
+"""Whole runs of the loop on the embedded tiny model: resume, devices, the closing comparison, what is written."""
+
+import json
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from configs.math_grpo import get_config
+from rhyme_jax.models.load import load_model
+from rhyme_jax.training.console import Console
+from rhyme_jax.training.loop import Trainer, train
+from rhyme_jax.training.workdir import read_metrics
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def small_config(**rollout):
+    """Two steps an epoch."""
+    c = get_config("smoke")
+    c.steps = 6
+    c.checkpoint.every = 3
+    c.eval.every = 6
+    c.optimizer.learning_rate = 1e-3  # enough for the policy to move within six steps
+    c.optimizer.micro_batches = 2
+    c.rollout.samples_per_prompt = 8
+    for name, value in rollout.items():
+        c.rollout[name] = value
+    return c
+
+
+class Silent(Console):
+    def line(self, text: str = "") -> None:
+        pass
+
+
+def trainer(config, workdir, devices=None) -> Trainer:
+    return Trainer(config, str(workdir), Silent(), jax.devices()[:1] if devices is None else devices)
+
+
+def without_times(metrics: list[dict]) -> list[dict]:
+    return [{k: v for k, v in m.items() if not k.startswith("seconds/")} for m in metrics]
+
+
+def samples(workdir: pathlib.Path) -> dict[str, list]:
+    return {
+        f.name: [json.loads(line) for line in f.read_text().splitlines()]
+        for f in sorted((workdir / "samples").glob("*.jsonl"))
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run: (its trainer, workdir, result)."""
+    workdir = tmp_path_factory.mktemp("whole")
+    t = trainer(small_config(), workdir)
+    result = t.run()
+    t.close()
+    return t, workdir, result
+
+
+def test_a_run_writes_what_it_promises(whole):
+    _, workdir, result = whole
+    metrics = read_metrics(workdir / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(7))
+    assert len(samples(workdir)) == 6
+    assert json.loads((workdir / "config.json").read_text())["config"]["steps"] == 6
+    stored = json.loads((workdir / "result.json").read_text())
+    assert stored == result
+    for name in ("eval_accuracy_start", "eval_accuracy_end", "tokens_per_row_forward", "rollout_speedup"):
+        assert isinstance(stored[name], float)
+    assert metrics[0]["eval/accuracy_greedy"] == stored["eval_accuracy_start"]
+    assert metrics[-1]["eval/accuracy_greedy"] == stored["eval_accuracy_end"]
+
+
+def test_every_metric_is_documented(whole):
+    documented = set(re.findall(r"`([a-z_/]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    written = {name for m in read_metrics(whole[1] / "metrics.jsonl") for name in m}
+    assert written <= documented, written - documented
+
+
+def test_last_step_equals_plain_decoding(whole):
+    _, workdir, result = whole
+    last = read_metrics(workdir / "metrics.jsonl")[-1]
+    assert result["identical_tokens"] == result["compared_tokens"] == last["rollout/tokens"]
+    assert result["tokens_per_row_forward"] == last["rollout/tokens_per_row_forward"] > 1
+
+
+def test_history_is_used_from_the_second_epoch_on(whole):
+    _, workdir, _ = whole
+    metrics = read_metrics(workdir / "metrics.jsonl")[1:]
+    assert [m["rollout/proposed"] > 0 for m in metrics] == [False, False, True, True, True, True]
+    assert all(m["rollout/tokens_per_row_forward"] > 1 for m in metrics[2:])
+
+
+def test_rollout_and_learner_agree_on_log_probs(whole):
+    """The tripwire of design section 8: at the first update of a batch the two paths score the same policy."""
+    _, workdir, _ = whole
+    for m in read_metrics(workdir / "metrics.jsonl")[1:]:
+        assert m["learner/rollout_gap"] < 1e-4
+        assert m["learner/ratio_mean"] == pytest.approx(1, abs=1e-4)
+
+
+def test_the_policy_moves(whole):
+    t, _, _ = whole
+    start = load_model("embedded:tiny", "float32", "float32").params
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), start, jax.device_get(t.state.params))
+    assert max(jax.tree.leaves(moved)) > 1e-4
+
+
+class Crash(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """The same run, killed in the middle of its fifth step (third epoch) and started again."""
+    workdir = tmp_path_factory.mktemp("resumed")
+    first = trainer(small_config(), workdir)
+    update = first._update
+
+    def crash_in_step_5(*args):
+        if first.progress.steps == 4:
+            raise Crash
+        return update(*args)
+
+    first._update = crash_in_step_5
+    with pytest.raises(Crash):
+        first.run()
+    first.close()
+    assert [m["step"] for m in read_metrics(workdir / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    with (workdir / "metrics.jsonl").open("a") as f:
+        f.write('{"step": 5, "torn')  # and a line that was being written
+    second = trainer(small_config(), workdir)
+    assert second.progress.steps == 3
+    result = second.run()
+    second.close()
+    return second, workdir, result
+
+
+def test_resume_is_exact_in_parameters_and_optimizer(whole, resumed):
+    a, b = jax.device_get(whole[0].state), jax.device_get(resumed[0].state)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_resume_is_exact_in_history(whole, resumed):
+    a, b = whole[0].history.to_arrays(), resumed[0].history.to_arrays()
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+    assert whole[0].stream.position() == resumed[0].stream.position()
+
+
+def test_resume_is_exact_in_metrics_and_samples(whole, resumed):
+    a, b = (without_times(read_metrics(w / "metrics.jsonl")) for w in (whole[1], resumed[1]))
+    assert a == b
+    assert samples(whole[1]) == samples(resumed[1])
+    timed = ("seconds", "rollout_speedup", "tokens_per_s", "plain_tokens_per_s", "workdir")
+    assert {k: v for k, v in whole[2].items() if k not in timed} == {
+        k: v for k, v in resumed[2].items() if k not in timed
+    }
+
+
+def test_a_finished_run_only_reports(whole):
+    """Started again, a complete run trains no further step and changes no result."""
+    _, workdir, result = whole
+    before = (workdir / "metrics.jsonl").read_text()
+    again = trainer(small_config(), workdir)
+    repeated = again.run()
+    again.close()
+    assert (workdir / "metrics.jsonl").read_text() == before
+    assert repeated == result
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
+def test_eight_devices_make_the_same_run(whole, tmp_path, shape):
+    config = small_config()
+    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = shape
+    t = trainer(config, tmp_path, jax.devices())
+    t.run()
+    t.close()
+    assert len(t.state.params["embed"].sharding.device_set) == 8
+    ours, theirs = samples(tmp_path), samples(whole[1])
+    assert ours == theirs  # same tokens, rewards, accepted drafts
+    for a, b in zip(read_metrics(tmp_path / "metrics.jsonl"), read_metrics(whole[1] / "metrics.jsonl"), strict=True):
+        for name in ("learner/loss", "learner/entropy", "learner/grad_norm"):
+            if name in a:
+                assert a[name] == pytest.approx(b[name], abs=1e-5)
+
+
+def test_kl_penalty_and_several_updates_per_batch(tmp_path, capsys):
+    config = small_config(samples_per_prompt=4)
+    config.steps = 2
+    config.grpo.kl_coef = 0.1
+    config.grpo.updates_per_batch = 2
+    config.model.param_dtype = config.model.dtype = "bfloat16"
+    result = train(config, str(tmp_path), devices=jax.devices()[:1])
+    metrics = read_metrics(tmp_path / "metrics.jsonl")[1:]
+    assert all(m["learner/kl"] > 0 for m in metrics)  # measured after the first of the two updates
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"workdir: {tmp_path}"
+    assert f"identical: {result['identical_tokens']}/{result['compared_tokens']} tokens" in said
+    assert said[-2].startswith("result: held-out accuracy")

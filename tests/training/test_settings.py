@@ -1,0 +1,251 @@
+"""The schema of a config: each field refused when missing, mistyped or out of range, in one line that names it."""
+
+import dataclasses
+import math
+
+import ml_collections
+import pytest
+
+from configs.math_grpo import VARIANTS, get_config
+from rhyme_jax.errors import InputError
+from rhyme_jax.histospec.sampling import SamplingParams
+from rhyme_jax.training.settings import Settings, unknown_field
+
+
+def flat(config: dict, prefix: str = "") -> dict:
+    fields = {}
+    for name, value in config.items():
+        fields |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return fields
+
+
+FIELDS = flat(get_config().to_dict())
+SECTIONS = sorted({name.partition(".")[0] for name in FIELDS if "." in name})
+NUMBERS = [name for name, value in FIELDS.items() if type(value) in (int, float)]
+
+
+def config(changes: dict | None = None, variant: str = "tiny") -> ml_collections.ConfigDict:
+    """A variant with fields set (whatever their type), added, or, where the new value is ..., left out."""
+    values = get_config(variant).to_dict()
+    for path, value in (changes or {}).items():
+        *sections, name = path.split(".")
+        inner = values
+        for section in sections:
+            inner = inner[section]
+        if value is ...:
+            del inner[name]
+        else:
+            inner[name] = value
+    return ml_collections.ConfigDict(values, convert_dict=True)
+
+
+def refusal(changes: dict) -> str:
+    with pytest.raises(InputError) as error:
+        Settings.from_config(config(changes))
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+# --- what passes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_passes_unchanged(variant):
+    assert flat(dataclasses.asdict(Settings.from_config(config(variant=variant)))) == flat(
+        get_config(variant).to_dict()
+    )
+
+
+def test_unknown_variants_list_the_known_ones():
+    with pytest.raises(ValueError, match="no variant 'large'; there are tiny, smollm2, smoke"):
+        get_config("large")
+
+
+def test_settings_cannot_be_changed():
+    settings = Settings.from_config(config())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.steps = 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.rollout.top_k = 3
+
+
+def test_whole_numbers_are_floats_and_lists_are_tuples():
+    changes = {"rollout.temperature": 1, "optimizer.clip_norm": 2, "rollout.draft_buckets": [1, 4]}
+    settings = Settings.from_config(config(changes))
+    assert settings.rollout.draft_buckets == (1, 4) and type(settings.rollout.draft_buckets) is tuple
+    assert type(settings.rollout.temperature) is type(settings.optimizer.clip_norm) is float
+
+
+def test_derived_settings():
+    settings = Settings.from_config(config({"steps": 10, "grpo.updates_per_batch": 3, "optimizer.b1": 0.8}))
+    assert settings.total_updates == 30
+    assert settings.rollout.rows == 32 * 8
+    assert settings.rollout.sampling() == SamplingParams(temperature=1.0, top_k=0, top_p=1.0)
+    engine = settings.rollout.engine(settings.rollout.sampling(), eos_ids=(2, 5), prompt_slots=19)
+    assert (engine.eos_ids, engine.prompt_slots, engine.draft_buckets) == ((2, 5), 19, (1, 8))
+    assert (engine.chunk, engine.max_rows, engine.min_match, engine.min_prob) == (32, 256, 3, 0.1)
+    loss = settings.grpo.loss()
+    assert (loss.clip_low, loss.clip_high, loss.kl_coef, loss.aggregate) == (0.2, 0.2, 0.0, "sequence")
+    optimizer = settings.optimizer.config(settings.total_updates)
+    assert (optimizer.total_updates, optimizer.b1, optimizer.warmup_updates) == (30, 0.8, 5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 2**31 - 1},
+        {"rollout.prompts_per_step": 128},  # all prompts
+        {"rollout.draft_buckets": (1,)},  # never drafts
+        {"rollout.top_p": 1e-9, "rollout.top_k": 1},
+        {"rollout.min_prob": 0, "grpo.clip_low": 0, "grpo.kl_coef": 0, "optimizer.b1": 0, "optimizer.weight_decay": 0},
+        {"rollout.min_prob": 1.0, "rollout.samples_per_prompt": 2, "history.depth": 1, "checkpoint.keep": 1},
+        {"optimizer.schedule": "cosine", "optimizer.warmup_updates": 1000},  # longer than the run
+        {"mesh.data": 2, "mesh.fsdp": -1},  # the mesh checks itself against the devices
+    ],
+    ids=str,
+)
+def test_the_edges_of_the_ranges_pass(changes):
+    Settings.from_config(config(changes))
+
+
+# --- what is refused ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_missing_field(name):
+    assert refusal({name: ...}) == f"config.{name}: missing"
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_missing_section(section):
+    assert refusal({section: ...}) == f"config.{section}: missing"
+    assert refusal({section: 3}) == f"config.{section}=3: must be a section of fields"
+
+
+WRONG = {
+    int: [1.5, 1.0, "1", True, None, (1,)],  # a bool is an int to Python, and a mistake in a config
+    float: ["1.0", True, None, (1.0,)],
+    str: [1, True, None, ("a",)],
+    bool: [1, 0, "True", None],
+    tuple: [1, "12", None],
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_wrong_type(name):
+    kind = type(FIELDS[name])
+    for value in WRONG[kind]:
+        want = f"config.{name}={value!r}: must be of type {kind.__name__}, not {type(value).__name__}"
+        assert refusal({name: value}) == want
+    assert refusal({name: {"a": 1}}).startswith(f"config.{name}={{'a': 1}}: must be of type {kind.__name__}")
+
+
+@pytest.mark.parametrize("name", [name for name, value in FIELDS.items() if type(value) is tuple])
+@pytest.mark.parametrize("value", [(1, 2.0), (1, "2"), (1, True), (1, None), [1, "2"], ((1,),)], ids=str)
+def test_tuples_hold_whole_numbers(name, value):
+    assert refusal({name: value}) == f"config.{name}={tuple(value)!r}: must hold whole numbers"
+
+
+@pytest.mark.parametrize("name", [name for name, value in FIELDS.items() if type(value) is float])
+def test_floats_are_finite(name):
+    for value in (math.nan, math.inf, -math.inf):
+        assert refusal({name: value}) == f"config.{name}={value}: must be finite"
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("stepz", "steps"),
+        ("rollouts", "rollout"),
+        ("optimiser", "optimizer"),
+        ("rollout.temprature", "rollout.temperature"),
+        ("rollout.topk", "rollout.top_k"),
+        ("rollout.draft_bucket", "rollout.draft_buckets"),
+        ("optimizer.learning_rte", "optimizer.learning_rate"),
+        ("optimizer.microbatches", "optimizer.micro_batches"),
+        ("grpo.clip_hi", "grpo.clip_high"),
+        ("task.size", "task.eval_size"),
+        ("checkpoint.evry", "checkpoint.every"),
+    ],
+)
+def test_an_unknown_field_names_the_nearest(name, nearest):
+    message = refusal({name: 1})
+    assert message.startswith(f"config.{name}: no such field; did you mean ")
+    assert message.partition("did you mean ")[2].startswith(nearest)
+
+
+def test_an_unknown_field_like_no_other_lists_them_all():
+    assert refusal({"xyzzy": 1}) == f"config.xyzzy: no such field; there are seed, steps, {listed()}"
+    assert str(unknown_field("q", ["abc", "def"])) == "config.q: no such field; there are abc, def"
+
+
+def listed() -> str:
+    return ", ".join(f.name for f in dataclasses.fields(Settings) if dataclasses.is_dataclass(f.type))
+
+
+AT_LEAST_0 = "must be at least 0"
+AT_LEAST_1 = "must be at least 1"
+NOT_NEGATIVE = "must not be negative"
+POSITIVE = "must be positive"
+
+OUT_OF_RANGE = [
+    ("seed", -1, "must be from 0 to 2**31 - 1"),
+    ("seed", 2**31, "must be from 0 to 2**31 - 1"),
+    ("steps", 0, AT_LEAST_1),
+    ("task.seed", -1, AT_LEAST_0),
+    ("task.train_size", 0, AT_LEAST_1),
+    ("task.eval_size", 0, AT_LEAST_1),
+    ("model.dtype", "float16", "must be one of float32, bfloat16"),
+    ("model.param_dtype", "", "must be one of float32, bfloat16"),
+    ("rollout.prompts_per_step", 0, AT_LEAST_1),
+    ("rollout.samples_per_prompt", 0, AT_LEAST_1),
+    ("rollout.max_prompt_tokens", 0, AT_LEAST_1),
+    ("rollout.max_new_tokens", 0, AT_LEAST_1),
+    ("rollout.temperature", 0.0, "training needs a temperature above 0"),
+    ("rollout.temperature", -1.0, "training needs a temperature above 0"),
+    ("rollout.top_k", -1, "must be 0 (off) or positive"),
+    ("rollout.top_p", 0.0, "must lie in (0, 1]; 1 is off"),
+    ("rollout.top_p", 1.5, "must lie in (0, 1]; 1 is off"),
+    ("rollout.draft_buckets", (), "must hold 1 and otherwise sizes above 1"),
+    ("rollout.draft_buckets", (4, 8), "must hold 1 and otherwise sizes above 1"),
+    ("rollout.draft_buckets", (1, 0), "must hold 1 and otherwise sizes above 1"),
+    ("rollout.min_match", 0, AT_LEAST_1),
+    ("rollout.min_prob", -0.1, "must lie in [0, 1]"),
+    ("rollout.min_prob", 1.1, "must lie in [0, 1]"),
+    ("rollout.min_match", 8, "must be at most 7, the longest match tried"),
+    ("rollout.verify_cost", -0.1, NOT_NEGATIVE),
+    ("rollout.chunk", 0, AT_LEAST_1),
+    ("rollout.max_rows", 0, AT_LEAST_1),
+    ("history.depth", 0, AT_LEAST_1),
+    ("history.max_tokens", 0, AT_LEAST_1),
+    ("grpo.clip_low", -0.2, NOT_NEGATIVE),
+    ("grpo.clip_high", -0.2, NOT_NEGATIVE),
+    ("grpo.kl_coef", -0.1, NOT_NEGATIVE),
+    ("grpo.aggregate", "mean", "must be one of sequence, token"),
+    ("grpo.updates_per_batch", 0, AT_LEAST_1),
+    ("optimizer.learning_rate", 0.0, POSITIVE),
+    ("optimizer.schedule", "linear", "must be one of constant, cosine"),
+    ("optimizer.warmup_updates", -1, NOT_NEGATIVE),
+    ("optimizer.b1", 1.0, "must lie in [0, 1)"),
+    ("optimizer.b2", -0.1, "must lie in [0, 1)"),
+    ("optimizer.weight_decay", -0.1, NOT_NEGATIVE),
+    ("optimizer.clip_norm", 0.0, POSITIVE),
+    ("optimizer.micro_batches", 0, AT_LEAST_1),
+    ("eval.every", 0, AT_LEAST_1),
+    ("checkpoint.every", 0, AT_LEAST_1),
+    ("checkpoint.keep", 0, AT_LEAST_1),
+    # Impossible together.
+    ("rollout.prompts_per_step", 129, "must not exceed task.train_size=128"),
+    ("rollout.samples_per_prompt", 1, "a group of one has no advantage, nothing would be learned; use 2 or more"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), OUT_OF_RANGE)
+def test_out_of_range(name, value, message):
+    assert refusal({name: value}) == f"{name}={value!r}: {message}"
+
+
+def test_every_number_has_a_range_check():
+    """The mesh's are in `models.params.make_mesh`, which knows the devices. A new field belongs in the table."""
+    assert {n for n in NUMBERS if not n.startswith("mesh.")} <= {name for name, *_ in OUT_OF_RANGE}
