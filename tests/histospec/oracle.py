@@ -1,7 +1,7 @@
 """A slow, independent decoder to compare the engine with: no cache, no drafts, no batch, one token at a time.
 
-It shares with the engine only the forward pass over a whole sequence and the uniform numbers of `noise`; the
-distribution and the draw are plain float64 NumPy.
+It shares with the engine only the forward pass over a whole sequence and the key words of `noise`; the noise made
+of them, the distribution and the draw are plain NumPy, in float64.
 """
 
 import dataclasses
@@ -49,28 +49,62 @@ def filtered_probabilities(logits, sampling: SamplingParams) -> np.ndarray:
     return p
 
 
-def draw(logits, u: float, sampling: SamplingParams) -> int:
+def finalize(x) -> np.ndarray:
+    """MurmurHash3's fmix32, of uint32."""
+    x = np.asarray(x, np.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(16))
+
+
+def noise_bits(keys, size: int) -> np.ndarray:
+    """The hash of each vocabulary entry: uint32 [..., size]."""
+    keys = np.asarray(keys, np.uint32)
+    counter = np.arange(size, dtype=np.uint32) * np.uint32(0x9E3779B9)
+    return finalize(finalize(counter + keys[..., :1]) + keys[..., 1:])
+
+
+def exponentials(keys, size: int) -> np.ndarray:
+    """Exponential times, float64 [..., size], of uniform numbers rounded to float32 as documented."""
+    uniform = (noise_bits(keys, size).astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
+    return -np.log1p(-np.minimum(uniform.astype(np.float64), 1 - 2**-24))
+
+
+def forced_key(index: int, bits: int) -> np.ndarray:
+    """A key [2] under which the hash of the entry `index` is `bits`: fmix32, which is a bijection, undone."""
+    mask = 0xFFFFFFFF
+    x = bits ^ (bits >> 16)
+    x = x * pow(0xC2B2AE35, -1, 2**32) & mask
+    x ^= (x >> 13) ^ (x >> 26)
+    x = x * pow(0x85EBCA6B, -1, 2**32) & mask
+    x ^= x >> 16
+    return np.array([-index * 0x9E3779B9 & mask, x], np.uint32)  # the inner hash is then fmix32(0) = 0
+
+
+def draw(logits, key, sampling: SamplingParams) -> int:
+    """The winner of the race. A token of probability 0 never wins."""
     if sampling.temperature == 0:
         return int(np.argmax(logits))
-    ends = np.cumsum(filtered_probabilities(logits, sampling))
-    return int(np.argmax(ends > u * ends[-1]))
+    p = filtered_probabilities(logits, sampling)
+    return int(np.argmax(np.where(p > 0, p / exponentials(key, len(p)), -1)))
 
 
-def near_draws(logits, u: float, sampling: SamplingParams, tolerance: float = 1e-5) -> set[int]:
-    """The tokens that a rounding error of `tolerance` may choose between: one, except on a knife's edge."""
+def near_draws(logits, key, sampling: SamplingParams, tolerance: float = 1e-5) -> set[int]:
+    """The tokens that a rounding error of `tolerance` may choose between: one, except where the two fastest all but
+    tie, or top-p all but reaches its mass.
+    """
     if sampling.temperature == 0:
         return set(np.flatnonzero(logits >= np.max(logits) - tolerance).tolist())
+    near, times = set(), exponentials(key, len(logits))
     shifts = (-tolerance, 0.0, tolerance)
-    masses = {min(1.0, max(tolerance, sampling.top_p + e)) for e in shifts} if sampling.top_p < 1 else {1.0}
-    return {
-        draw(logits, min(max(u + d, 0.0), 1 - 1e-9), dataclasses.replace(sampling, top_p=p))
-        for d in shifts
-        for p in masses
-    }
+    for top_p in {min(1.0, max(tolerance, sampling.top_p + e)) for e in shifts} if sampling.top_p < 1 else {1.0}:
+        scores = filtered_probabilities(logits, dataclasses.replace(sampling, top_p=top_p)) / times
+        near |= set(np.flatnonzero(scores >= scores.max() * (1 - tolerance)).tolist())
+    return near
 
 
-def uniforms(seed: int, request: Request) -> np.ndarray:
-    """The uniform numbers [budget] of a request's response positions."""
+def position_keys(seed: int, request: Request) -> np.ndarray:
+    """The key words [budget, 2] of a request's response positions."""
     key = noise.row_keys(
         seed,
         np.array([request.step], np.int32),
@@ -78,14 +112,14 @@ def uniforms(seed: int, request: Request) -> np.ndarray:
         np.array([request.sample], np.int32),
     )
     slots = -(-request.budget // PAD) * PAD
-    return np.asarray(noise.position_uniforms(key, jnp.arange(slots)[None]))[0, : request.budget]
+    return np.asarray(noise.position_keys(key, jnp.arange(slots)[None]))[0, : request.budget]
 
 
 def roll_out(params, model, sampling: SamplingParams, eos_ids, seed: int, request: Request) -> list[int]:
     """The response to one request."""
     tokens, response = [int(t) for t in request.prompt], []
-    for u in uniforms(seed, request):
-        token = draw(next_logits(params, model, tokens + response), float(u), sampling)
+    for key in position_keys(seed, request):
+        token = draw(next_logits(params, model, tokens + response), key, sampling)
         response.append(token)
         if token in eos_ids:
             break
