@@ -53,12 +53,16 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     c.rollout.temperature = 1.0
     c.rollout.top_k = 0  # 0 is off
     c.rollout.top_p = 1.0  # 1 is off
-    c.rollout.draft_buckets = (1, 8)  # tokens verified per row and iteration; (1,) never speculates
-    c.rollout.min_match = 3  # tokens of context that a draft must match
-    c.rollout.min_prob = 0.1  # share of votes under which a draft stops
-    c.rollout.verify_cost = 0.3  # time of each further verified token, relative to one; drafts must earn it
     c.rollout.chunk = 32  # iterations on the device between two looks of the host
     c.rollout.max_rows = 256  # responses decoded together
+
+    # --- drafts: earlier responses of the prompt, verified instead of decoded
+    c.draft = ml_collections.ConfigDict()
+    c.draft.buckets = (1, 8)  # tokens verified per row and iteration; (1,) never speculates
+    c.draft.min_match = 3  # tokens of context that a draft must match, up to 7
+    c.draft.min_prob = 0.1  # share of votes under which a draft stops
+    c.draft.weight = "reward"  # votes of earlier responses: "reward" | "count" (all alike) | "recency"
+    c.draft.verify_cost = 0.3  # time of each further verified token, relative to one; drafts must earn it
 
     # --- history
     c.history = ml_collections.ConfigDict()
@@ -112,7 +116,7 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
         c.init.weights = "smollm2"
         c.rollout.prompts_per_step, c.rollout.samples_per_prompt = 4, 4
         c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 256, 96
-        c.rollout.draft_buckets = (1, 4)
+        c.draft.buckets = (1, 4)
         c.optimizer.learning_rate, c.optimizer.warmup_updates = 1e-6, 2
         c.optimizer.remat = True
         c.eval.every = c.checkpoint.every = 8

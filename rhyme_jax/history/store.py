@@ -32,6 +32,25 @@ class Response:
     step: int  # training step of the visit
 
 
+VOTE_WEIGHTS = ("reward", "count", "recency")
+UNREWARDED = 0.1  # weight of a response without reward: where none has any, they still vote
+
+
+def vote_weight(response: Response, weight: str, newest: int) -> float:
+    """How much a response's vote on the next drafted token counts.
+
+    "count": all alike (RhymeRL's released code). "reward": by reward, since a policy moves towards what was
+    rewarded. "recency": halved with each training step before the prompt's `newest`.
+    """
+    if weight == "count":
+        return 1.0
+    if weight == "reward":
+        return UNREWARDED + (max(response.reward, 0.0) if np.isfinite(response.reward) else 0.0)
+    if weight == "recency":
+        return 0.5 ** min(newest - response.step, 60)  # bounded: a weight of 0 would mean an empty row
+    raise ValueError(f"vote_weight: unknown weight {weight!r}; there are {', '.join(VOTE_WEIGHTS)}")
+
+
 class HistoryStore:
     """Responses by prompt, bounded in visits per prompt and in tokens overall.
 
@@ -82,11 +101,12 @@ class HistoryStore:
             self._tokens -= sum(len(r.tokens) for r in dropped)
             self.evicted_prompts += 1
 
-    def query(self, prompts: Sequence[Sequence[int]], group_slots: int) -> HistoryBlock | None:
+    def query(self, prompts: Sequence[Sequence[int]], group_slots: int, weight: str = "count") -> HistoryBlock | None:
         """The histories of a batch's prompts for drafting, or None where none of them has any.
 
         Responses come most recent visit first. Their number is padded to a power of two and their length to 64,
-        256, 1024, ..., so that the shapes that the engine compiles for are few.
+        256, 1024, ..., so that the shapes that the engine compiles for are few. `weight` says how their votes count:
+        see `vote_weight`.
         """
         found = [self._responses.get(self._id(p), []) for p in prompts]
         most = max((len(rs) for rs in found), default=0)
@@ -101,7 +121,7 @@ class HistoryStore:
             for i, response in enumerate(reversed(rs)):
                 tokens_GRP[g, i, MAX_MATCH - len(tail) : MAX_MATCH] = tail
                 tokens_GRP[g, i, MAX_MATCH : MAX_MATCH + len(response.tokens)] = response.tokens
-                weight_GR[g, i] = 1.0
+                weight_GR[g, i] = vote_weight(response, weight, newest=rs[-1].step)
         return HistoryBlock(tokens_GRP=tokens_GRP, weight_GR=weight_GR)
 
     def to_arrays(self) -> dict[str, np.ndarray]:

@@ -58,18 +58,18 @@ class EngineConfig:
 
     def __post_init__(self):
         if not self.draft_buckets or any(k < 1 for k in self.draft_buckets) or 1 not in self.draft_buckets:
-            raise InputError(f"rollout.draft_buckets={self.draft_buckets}: must hold 1 and otherwise sizes above 1")
+            raise InputError(f"draft.buckets={self.draft_buckets}: must hold 1 and otherwise sizes above 1")
         if not self.eos_ids:
             raise InputError("rollout.eos_ids=(): at least one end-of-sequence id is needed")
-        for name in ("min_match", "chunk", "max_rows", "prompt_slots"):
+        for name in ("chunk", "max_rows", "prompt_slots"):
             if getattr(self, name) < 1:
                 raise InputError(f"rollout.{name}={getattr(self, name)}: must be at least 1")
+        if self.min_match < 1:
+            raise InputError(f"draft.min_match={self.min_match}: must be at least 1")
         if self.min_match > MAX_MATCH:
-            raise InputError(
-                f"rollout.min_match={self.min_match}: must be at most {MAX_MATCH}, the longest match tried"
-            )
+            raise InputError(f"draft.min_match={self.min_match}: must be at most {MAX_MATCH}, the longest match tried")
         if not self.verify_cost >= 0:
-            raise InputError(f"rollout.verify_cost={self.verify_cost}: must not be negative")
+            raise InputError(f"draft.verify_cost={self.verify_cost}: must not be negative")
 
     def worth_drafting(self, k: int, tokens_per_row_forward: float) -> bool:
         """Whether K = k gave enough tokens for its cost: more per unit of time than K = 1 would have."""
@@ -277,13 +277,15 @@ class RolloutEngine:
         rows = self.row_bucket(min(len(requests), self.config.max_rows))
         prompt_slots = bucket(max(len(r.prompt) for r in requests), self.config.prompt_slots)
         response_slots = bucket(max(r.budget for r in requests))
+        turns = [requests[first : first + rows] for first in range(0, len(requests), rows)]
+        prompt_rows = self.row_bucket(max(len(_distinct_prompts(batch)) for batch in turns))
         if history is not None:
             history = jax.device_put(history, self._replicated)
         start, parts, iterations = time.monotonic(), [], 0
-        for first in range(0, len(requests), rows):
-            batch = requests[first : first + rows]
-            state = self._place(params, batch, rows, prompt_slots, response_slots)
-            report = None if progress is None else lambda done, first=first: progress(first + done, len(requests))
+        for turn, batch in enumerate(turns):
+            state = self._place(params, batch, rows, prompt_rows, prompt_slots, response_slots)
+            before = turn * rows
+            report = None if progress is None else lambda done, before=before: progress(before + done, len(requests))
             state, steps = self._decode(params, history, state, report)
             iterations += steps
             parts.append(jax.tree.map(operator.itemgetter(slice(len(batch))), state))
@@ -315,7 +317,9 @@ class RolloutEngine:
           (the final state on the host, without cache, rows in their first order; the number of iterations)
         """
         waiting, iterations = int(state.active_B.sum()), 0
-        k, limit = (1, self.config.chunk) if history is None else (max(self.config.draft_buckets), PROBE)
+        k, limit = 1, self.config.chunk
+        if history is not None:
+            k, limit = max(self.config.draft_buckets), min(PROBE, limit)
         origin_B = np.arange(len(state.active_B))  # where each row of the current batch stood at first
         finished = None
         while True:
@@ -373,7 +377,13 @@ class RolloutEngine:
                 )
 
     def _place(
-        self, params: dict, requests: Sequence[Request], rows: int, prompt_slots: int, response_slots: int
+        self,
+        params: dict,
+        requests: Sequence[Request],
+        rows: int,
+        prompt_rows: int,
+        prompt_slots: int,
+        response_slots: int,
     ) -> RolloutState:
         """The initial state of a batch, prompts prefilled, padded with rows that are never active."""
         n, positions = len(requests), prompt_slots + response_slots
@@ -406,19 +416,18 @@ class RolloutEngine:
         )
         state = jax.device_put(state, self._by_row)
         return state.replace(
-            cache=self._prefill(params, *self._prompts(requests, rows, prompt_slots), positions=positions)
+            cache=self._prefill(
+                params, *self._prompts(requests, rows, (prompt_rows, prompt_slots)), positions=positions
+            )
         )
 
-    def _prompts(self, requests: Sequence[Request], rows: int, slots: int) -> tuple[jax.Array, jax.Array]:
-        """The distinct prompts of a batch, padded, and which of them each row continues."""
-        index: dict[bytes, int] = {}
-        prompt_of_row_B = np.zeros(rows, np.int32)
+    def _prompts(self, requests: Sequence[Request], rows: int, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+        """The distinct prompts of a batch, padded to a shape, and which of them each row continues."""
+        index = _distinct_prompts(requests)
+        prompt_UP, prompt_of_row_B = np.zeros(shape, np.int32), np.zeros(rows, np.int32)
         for b, r in enumerate(requests):
-            prompt_of_row_B[b] = index.setdefault(np.asarray(r.prompt, np.int32).tobytes(), len(index))
-        prompt_UP = np.zeros((self.row_bucket(len(index)), slots), np.int32)
-        for prompt, u in index.items():
-            tokens = np.frombuffer(prompt, np.int32)
-            prompt_UP[u, : len(tokens)] = tokens
+            u = prompt_of_row_B[b] = index[_prompt_bytes(r)]
+            prompt_UP[u, : len(r.prompt)] = r.prompt
         return jax.device_put((prompt_UP, prompt_of_row_B), self._by_row)
 
     def _traced_prefill(self, params, prompt_UP, prompt_of_row_B, positions: int) -> decoder.Cache:
@@ -447,3 +456,12 @@ def _totals(state: RolloutState) -> np.ndarray:
     """[response tokens, row-forwards] so far, over all rows."""
     length_B, prompt_B, forwards_B = jax.device_get((state.length_B, state.prompt_length_B, state.forwards_B))
     return np.array([(length_B - prompt_B).sum(), forwards_B.sum()], np.int64)
+
+
+def _prompt_bytes(request: Request) -> bytes:
+    return np.asarray(request.prompt, np.int32).tobytes()
+
+
+def _distinct_prompts(requests: Sequence[Request]) -> dict[bytes, int]:
+    """Numbers the different prompts of some requests, in order."""
+    return {prompt: u for u, prompt in enumerate(dict.fromkeys(map(_prompt_bytes, requests)))}

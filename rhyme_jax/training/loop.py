@@ -84,10 +84,8 @@ class Trainer:
                 f"the model's {self.model.max_positions} positions"
             )
         eos = self.tokenizer.eos_ids
-        self.engine = RolloutEngine(
-            self.model, s.rollout.engine(s.rollout.sampling(), eos, prompt_slots=longest), mesh, s.seed
-        )
-        self.greedy = RolloutEngine(self.model, s.rollout.engine(GREEDY, eos, prompt_slots=longest), mesh, s.seed)
+        self.engine = RolloutEngine(self.model, s.engine(s.rollout.sampling(), eos, prompt_slots=longest), mesh, s.seed)
+        self.greedy = RolloutEngine(self.model, s.engine(GREEDY, eos, prompt_slots=longest), mesh, s.seed)
 
         # Last, so that refused input leaves nothing behind.
         self.workdir = Workdir(workdir)
@@ -135,7 +133,7 @@ class Trainer:
                 for g in order
                 for sample in range(s.rollout.samples_per_prompt)
             ]
-            history = self.history.query([p.tokens for p in prompts], group_slots=len(prompts))
+            history = self.history.query([p.tokens for p in prompts], len(prompts), s.draft.weight)
         with watch("weights"):
             weights = self.learner.rollout_params(self.state)
         compiled = len(self.engine.compiled)

@@ -14,6 +14,7 @@ import ml_collections
 from rhyme_jax.errors import InputError
 from rhyme_jax.grpo.learner import OptimizerConfig
 from rhyme_jax.grpo.losses import LossConfig
+from rhyme_jax.history.store import VOTE_WEIGHTS
 from rhyme_jax.histospec.engine import EngineConfig
 from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.models.config import DTYPES
@@ -65,10 +66,6 @@ class Rollout:
     temperature: float
     top_k: int
     top_p: float
-    draft_buckets: tuple
-    min_match: int
-    min_prob: float
-    verify_cost: float
     chunk: int
     max_rows: int
 
@@ -76,8 +73,6 @@ class Rollout:
         _at_least("rollout", self, 1, "prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens")
         if not self.temperature > 0:
             raise InputError(f"rollout.temperature={self.temperature}: training needs a temperature above 0")
-        if not 0 <= self.min_prob <= 1:
-            raise InputError(f"rollout.min_prob={self.min_prob}: must lie in [0, 1]")
 
     @property
     def rows(self) -> int:
@@ -86,18 +81,20 @@ class Rollout:
     def sampling(self) -> SamplingParams:
         return SamplingParams(self.temperature, self.top_k, self.top_p)
 
-    def engine(self, sampling: SamplingParams, eos_ids: tuple[int, ...], prompt_slots: int) -> EngineConfig:
-        return EngineConfig(
-            sampling=sampling,
-            eos_ids=eos_ids,
-            draft_buckets=self.draft_buckets,
-            min_match=self.min_match,
-            min_prob=self.min_prob,
-            verify_cost=self.verify_cost,
-            chunk=self.chunk,
-            max_rows=self.max_rows,
-            prompt_slots=prompt_slots,
-        )
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    buckets: tuple
+    min_match: int
+    min_prob: float
+    weight: str
+    verify_cost: float
+
+    def __post_init__(self):
+        if not 0 <= self.min_prob <= 1:
+            raise InputError(f"draft.min_prob={self.min_prob}: must lie in [0, 1]")
+        if self.weight not in VOTE_WEIGHTS:
+            raise InputError(f"draft.weight={self.weight!r}: must be one of {', '.join(VOTE_WEIGHTS)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +170,7 @@ class Settings:
     init: Init
     model: Model
     rollout: Rollout
+    draft: Draft
     history: History
     grpo: Grpo
     optimizer: Optimizer
@@ -195,9 +193,22 @@ class Settings:
                 "rollout.samples_per_prompt=1: a group of one has no advantage, nothing would be learned; use 2 or more"
             )
         # Their own checks run now rather than after the weights are loaded.
-        self.rollout.engine(self.rollout.sampling(), eos_ids=(0,), prompt_slots=self.rollout.max_prompt_tokens)
+        self.engine(self.rollout.sampling(), eos_ids=(0,), prompt_slots=self.rollout.max_prompt_tokens)
         self.grpo.loss()
         self.optimizer.config(self.total_updates)
+
+    def engine(self, sampling: SamplingParams, eos_ids: tuple[int, ...], prompt_slots: int) -> EngineConfig:
+        return EngineConfig(
+            sampling=sampling,
+            eos_ids=eos_ids,
+            draft_buckets=self.draft.buckets,
+            min_match=self.draft.min_match,
+            min_prob=self.draft.min_prob,
+            verify_cost=self.draft.verify_cost,
+            chunk=self.rollout.chunk,
+            max_rows=self.rollout.max_rows,
+            prompt_slots=prompt_slots,
+        )
 
     @property
     def total_updates(self) -> int:

@@ -380,3 +380,48 @@ def test_behaves_as_the_naive_model(depth, max_tokens, steps):
         assert block.weight_GR[g].sum() == len(rs)
         for r, tokens in zip(rs, block.tokens_GRP[g], strict=False):
             assert [t for t in tokens if t != SEPARATOR] == [*prompt[-MAX_MATCH:], *r.tokens]
+
+
+# --- votes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        ("count", [1, 1, 1, 1, 1]),
+        ("reward", [0.1, 1.1, 0.1, 0.1, 0.6]),  # NaN and negative rewards vote as if there were none
+        ("recency", [0.25, 0.25, 0.5, 1, 1]),
+    ],
+)
+def test_vote_weights(weight, expected):
+    store = HistoryStore(depth=3, max_tokens=100)
+    rewards = {1: [0.0, 1.0], 2: [np.nan], 3: [-1.0, 0.5]}
+    for step, values in rewards.items():
+        store.add(A, [response(7, reward=r, step=step) for r in values])
+    block = store.query([A], 1, weight)
+    np.testing.assert_allclose(block.weight_GR[0, :5], expected[::-1])  # most recent first
+    assert (block.weight_GR[0, 5:] == 0).all()
+
+
+def test_an_old_response_keeps_a_vote():
+    """A weight that rounds to 0 would mark the row as empty."""
+    store = HistoryStore(depth=2, max_tokens=100)
+    store.add(A, [response(7, step=0)])
+    store.add(A, [response(8, step=100_000)])
+    assert (store.query([A], 1, "recency").weight_GR > 0).sum() == 2
+
+
+def test_an_unknown_weight():
+    store = HistoryStore(depth=1, max_tokens=100)
+    store.add(A, [response(7)])
+    with pytest.raises(ValueError, match="unknown weight 'votes'; there are reward, count, recency"):
+        store.query([A], 1, "votes")
+
+
+def test_a_late_visit_is_put_in_order():
+    """A deferred rollout of step 1 arrives after those of step 2."""
+    store = HistoryStore(depth=3, max_tokens=100)
+    store.add(A, [response(7, step=2)])
+    store.add(A, [response(8, step=1)])
+    assert [r.step for r in store.responses(A)] == [1, 2]
+    assert store.query([A], 1).tokens_GRP[0, :, MAX_MATCH].tolist() == [7, 8]

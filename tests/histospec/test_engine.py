@@ -615,11 +615,11 @@ def test_wrong_requests(requests, message):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"draft_buckets": ()}, "rollout.draft_buckets="),
-        ({"draft_buckets": (4, 8)}, "rollout.draft_buckets="),
-        ({"draft_buckets": (1, 0)}, "rollout.draft_buckets="),
+        ({"draft_buckets": ()}, "draft.buckets="),
+        ({"draft_buckets": (4, 8)}, "draft.buckets="),
+        ({"draft_buckets": (1, 0)}, "draft.buckets="),
         ({"eos_ids": ()}, "rollout.eos_ids="),
-        ({"min_match": 0}, "rollout.min_match=0"),
+        ({"min_match": 0}, "draft.min_match=0"),
         ({"chunk": 0}, "rollout.chunk=0"),
         ({"max_rows": 0}, "rollout.max_rows=0"),
         ({"prompt_slots": 0}, "rollout.prompt_slots=0"),

@@ -71,9 +71,9 @@ def test_settings_cannot_be_changed():
 
 
 def test_whole_numbers_are_floats_and_lists_are_tuples():
-    changes = {"rollout.temperature": 1, "optimizer.clip_norm": 2, "rollout.draft_buckets": [1, 4]}
+    changes = {"rollout.temperature": 1, "optimizer.clip_norm": 2, "draft.buckets": [1, 4]}
     settings = Settings.from_config(config(changes))
-    assert settings.rollout.draft_buckets == (1, 4) and type(settings.rollout.draft_buckets) is tuple
+    assert settings.draft.buckets == (1, 4) and type(settings.draft.buckets) is tuple
     assert type(settings.rollout.temperature) is type(settings.optimizer.clip_norm) is float
 
 
@@ -82,7 +82,7 @@ def test_derived_settings():
     assert settings.total_updates == 30
     assert settings.rollout.rows == 32 * 8
     assert settings.rollout.sampling() == SamplingParams(temperature=1.0, top_k=0, top_p=1.0)
-    engine = settings.rollout.engine(settings.rollout.sampling(), eos_ids=(2, 5), prompt_slots=19)
+    engine = settings.engine(settings.rollout.sampling(), eos_ids=(2, 5), prompt_slots=19)
     assert (engine.eos_ids, engine.prompt_slots, engine.draft_buckets) == ((2, 5), 19, (1, 8))
     assert (engine.chunk, engine.max_rows, engine.min_match, engine.min_prob) == (32, 256, 3, 0.1)
     loss = settings.grpo.loss()
@@ -96,10 +96,10 @@ def test_derived_settings():
     [
         {"seed": 2**31 - 1},
         {"rollout.prompts_per_step": 128},  # all prompts
-        {"rollout.draft_buckets": (1,)},  # never drafts
+        {"draft.buckets": (1,)},  # never drafts
         {"rollout.top_p": 1e-9, "rollout.top_k": 1},
-        {"rollout.min_prob": 0, "grpo.clip_low": 0, "grpo.kl_coef": 0, "optimizer.b1": 0, "optimizer.weight_decay": 0},
-        {"rollout.min_prob": 1.0, "rollout.samples_per_prompt": 2, "history.depth": 1, "checkpoint.keep": 1},
+        {"draft.min_prob": 0, "grpo.clip_low": 0, "grpo.kl_coef": 0, "optimizer.b1": 0, "optimizer.weight_decay": 0},
+        {"draft.min_prob": 1.0, "rollout.samples_per_prompt": 2, "history.depth": 1, "checkpoint.keep": 1},
         {"optimizer.schedule": "cosine", "optimizer.warmup_updates": 1000},  # longer than the run
         {"mesh.data": 2, "mesh.fsdp": -1},  # the mesh checks itself against the devices
     ],
@@ -161,7 +161,7 @@ def test_floats_are_finite(name):
         ("optimiser", "optimizer"),
         ("rollout.temprature", "rollout.temperature"),
         ("rollout.topk", "rollout.top_k"),
-        ("rollout.draft_bucket", "rollout.draft_buckets"),
+        ("draft.bucket", "draft.buckets"),
         ("optimizer.learning_rte", "optimizer.learning_rate"),
         ("optimizer.microbatches", "optimizer.micro_batches"),
         ("grpo.clip_hi", "grpo.clip_high"),
@@ -207,14 +207,15 @@ OUT_OF_RANGE = [
     ("rollout.top_k", -1, "must be 0 (off) or positive"),
     ("rollout.top_p", 0.0, "must lie in (0, 1]; 1 is off"),
     ("rollout.top_p", 1.5, "must lie in (0, 1]; 1 is off"),
-    ("rollout.draft_buckets", (), "must hold 1 and otherwise sizes above 1"),
-    ("rollout.draft_buckets", (4, 8), "must hold 1 and otherwise sizes above 1"),
-    ("rollout.draft_buckets", (1, 0), "must hold 1 and otherwise sizes above 1"),
-    ("rollout.min_match", 0, AT_LEAST_1),
-    ("rollout.min_prob", -0.1, "must lie in [0, 1]"),
-    ("rollout.min_prob", 1.1, "must lie in [0, 1]"),
-    ("rollout.min_match", 8, "must be at most 7, the longest match tried"),
-    ("rollout.verify_cost", -0.1, NOT_NEGATIVE),
+    ("draft.buckets", (), "must hold 1 and otherwise sizes above 1"),
+    ("draft.buckets", (4, 8), "must hold 1 and otherwise sizes above 1"),
+    ("draft.buckets", (1, 0), "must hold 1 and otherwise sizes above 1"),
+    ("draft.min_match", 0, AT_LEAST_1),
+    ("draft.min_prob", -0.1, "must lie in [0, 1]"),
+    ("draft.min_prob", 1.1, "must lie in [0, 1]"),
+    ("draft.min_match", 8, "must be at most 7, the longest match tried"),
+    ("draft.verify_cost", -0.1, NOT_NEGATIVE),
+    ("draft.weight", "votes", "must be one of reward, count, recency"),
     ("rollout.chunk", 0, AT_LEAST_1),
     ("rollout.max_rows", 0, AT_LEAST_1),
     ("history.depth", 0, AT_LEAST_1),

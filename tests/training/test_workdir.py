@@ -36,7 +36,7 @@ def test_a_new_workdir_stores_its_config(tmp_path):
     stored = json.loads(workdir.config.read_text())
     # Through JSON, which has no tuples.
     assert stored["config"] == json.loads(json.dumps(config().to_dict()))
-    assert stored["config"]["rollout"]["draft_buckets"] == list(config().rollout.draft_buckets)
+    assert stored["config"]["draft"]["buckets"] == list(config().draft.buckets)
     assert {"jax", "numpy", "orbax-checkpoint"} <= stored["packages"].keys() and "git_revision" in stored
     assert workdir.samples.is_dir()
     assert sorted(p.name for p in workdir.path.iterdir()) == ["config.json", "samples"]
@@ -61,7 +61,7 @@ def test_an_existing_directory_without_a_run_is_used(tmp_path):
     [
         ({"seed": 1}, "config.seed=0, now 1"),
         ({"rollout__temperature": 0.5}, "config.rollout.temperature=1.0, now 0.5"),
-        ({"rollout__draft_buckets": (1, 4)}, "config.rollout.draft_buckets=[1, 8], now [1, 4]"),
+        ({"draft__buckets": (1, 4)}, "config.draft.buckets=[1, 8], now [1, 4]"),
         ({"init__weights": "smollm2"}, "config.init.weights='embedded:tiny', now 'smollm2'"),
         ({"optimizer__remat": True}, "config.optimizer.remat=False, now True"),
         ({"optimizer__schedule": "cosine"}, "config.optimizer.schedule='constant', now 'cosine'"),
