@@ -119,6 +119,6 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
         c.draft.buckets = (1, 4)
         c.optimizer.learning_rate, c.optimizer.warmup_updates = 1e-6, 2
         c.optimizer.remat = True
-        c.eval.every = c.checkpoint.every = 8
+        c.eval.every, c.checkpoint.every = 8, 2
         c.checkpoint.keep = 1
     return c

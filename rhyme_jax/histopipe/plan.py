@@ -26,6 +26,6 @@ def equal_split(groups: int, slices: int) -> Plan:
       InputError: there is less than one group for each slice.
     """
     if slices < 1 or groups < slices:
-        raise InputError(f"pipeline.slices={slices}: must be from 1 to the {groups} prompts of a step")
+        raise InputError(f"slices={slices}: must be from 1 to the {groups} prompts of a step")
     bounds = [i * groups // slices for i in range(slices + 1)]
     return Plan(tuple(tuple(range(a, b)) for a, b in itertools.pairwise(bounds)))

@@ -8,12 +8,13 @@ One iteration, for all rows at once:
 4. *commit* the accepted prefix and one more token, cut at EOS and budget (`verify`).
 
 K = 1 is plain decoding, by the same code. A chunk runs up to `chunk` iterations in a `lax.while_loop`; between
-chunks the host reports progress, shrinks the batch when few rows are left, and gives drafting up where it does not
-pay (after a first, short chunk at the earliest). A rejected draft leaves stale keys and values beyond the
+chunks the host reports progress, shrinks the batch when few rows are left, and goes to a smaller K where the present
+one does not pay (after a first, short chunk at the earliest). A rejected draft leaves stale keys and values beyond the
 row's length; nothing attends to them, and the next iteration overwrites them.
 
 Suffix letters: B rows, S positions (cache and token buffer), T response positions, K verified positions,
-J = K - 1 drafted positions, V vocabulary.
+J = K - 1 drafted positions, V vocabulary, U different prompts of P slots, N finished rollouts (in a cache: key/value
+heads).
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ class EngineConfig:
 
     sampling: SamplingParams
     eos_ids: tuple[int, ...]
-    draft_buckets: tuple[int, ...] = (1, 8)  # values of K; 1 is used where there is no history
+    draft_buckets: tuple[int, ...] = (1, 8)  # values of K: the largest first, a smaller one where it does not pay
     min_match: int = 3  # tokens of context that a draft must match
     min_prob: float = 0.1  # share of the votes below which a drafted path stops
     verify_cost: float = 0.0  # time of each further verified position, as a share of a K = 1 iteration
@@ -235,8 +236,9 @@ def prefill(
 class RolloutEngine:
     """Makes rollouts on one mesh.
 
-    `compiled` lists the shapes that were traced, in order: the number of compilations is bounded by the declared
-    buckets (rows and lengths to powers of two, K to `draft_buckets`).
+    `compiled` lists the programs that were traced, in order. Their number is bounded: rows are powers of two (rounded
+    up to fill the mesh) and what those shrink to, prompt and response slots double from a minimum, K is one of
+    `draft_buckets`, history blocks are padded by the store.
     """
 
     def __init__(self, model: DecoderConfig, config: EngineConfig, mesh: Mesh, seed: int):
@@ -251,7 +253,7 @@ class RolloutEngine:
         self._chunk = jax.jit(self._traced_chunk, static_argnames="k", donate_argnames="state")
         by_row = {f.name: self._by_row for f in dataclasses.fields(RolloutState)}
         self._gather = jax.jit(
-            lambda state, index_B: jax.tree.map(lambda x: x[index_B], state),
+            self._traced_gather,
             out_shardings=RolloutState(**{**by_row, "cache": cache}),
         )
 
@@ -317,14 +319,14 @@ class RolloutEngine:
           (the final state on the host, without cache, rows in their first order; the number of iterations)
         """
         waiting, iterations = int(state.active_B.sum()), 0
-        k, limit = 1, self.config.chunk
+        buckets, limit = [1], self.config.chunk
         if history is not None:
-            k, limit = max(self.config.draft_buckets), min(PROBE, limit)
+            buckets, limit = sorted(self.config.draft_buckets), min(PROBE, limit)
         origin_B = np.arange(len(state.active_B))  # where each row of the current batch stood at first
         finished = None
         while True:
             smaller = self._smaller_batch(len(origin_B))
-            before = _totals(state)
+            k, before = buckets[-1], _totals(state)
             state, steps = self._chunk(params, history if k > 1 else None, state, limit, smaller, k=k)
             iterations += int(steps)
             active_B = np.asarray(state.active_B)
@@ -333,7 +335,7 @@ class RolloutEngine:
                 report(waiting - active)
             # Decided by the tokens alone, never by a clock, so that a repeated run decides alike.
             if k > 1 and not self.config.worth_drafting(k, float(np.divide(*(_totals(state) - before)))):
-                k = 1
+                buckets.pop()
             limit = self.config.chunk
             if active > smaller:
                 continue
@@ -433,6 +435,10 @@ class RolloutEngine:
     def _traced_prefill(self, params, prompt_UP, prompt_of_row_B, positions: int) -> decoder.Cache:
         self.compiled.append(f"prefill {'x'.join(map(str, prompt_UP.shape))} for {len(prompt_of_row_B)} rows")
         return prefill(params, self.model, prompt_UP, prompt_of_row_B, positions)
+
+    def _traced_gather(self, state: RolloutState, index_B) -> RolloutState:
+        self.compiled.append(f"shrink {len(state.active_B)} to {len(index_B)} rows")
+        return jax.tree.map(lambda x: x[index_B], state)
 
     def _traced_chunk(
         self, params, history, state: RolloutState, limit, smaller, k: int

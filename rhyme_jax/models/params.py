@@ -195,7 +195,3 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> M
         axis_types=(jax.sharding.AxisType.Auto,) * 3,
         devices=devices[: math.prod(sizes)],
     )
-
-
-def cast_params(params: dict, dtype) -> dict:
-    return jax.tree.map(lambda x: x.astype(dtype), params)

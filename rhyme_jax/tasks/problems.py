@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from rhyme_jax.errors import InputError
+from rhyme_jax.errors import InputError, one_line
 from rhyme_jax.tasks import arithmetic
 from rhyme_jax.tasks.grading import exact_match, extract_answer, parse_number
 
@@ -22,7 +22,8 @@ class Problem:
     extractors: tuple[str, ...]  # how a response may declare its answer (see `grading.extract_answer`)
     chat: bool  # render through the chat template
 
-    def reward(self, response: str) -> float:
+    def reward(self, response: str) -> float | None:
+        """Reward of a response; None (or NaN) says that grading itself failed, and masks the sample."""
         return exact_match(response, self.gold, self.extractors)
 
 
@@ -73,7 +74,7 @@ def read_gsm8k(path: str) -> list[Problem]:
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"task.path={path}: not readable as UTF-8 text ({' '.join(str(e).split())})") from e
+        raise InputError(f"task.path={path}: not readable as UTF-8 text ({one_line(e)})") from e
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

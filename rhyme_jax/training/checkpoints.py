@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from rhyme_jax.errors import InputError
+from rhyme_jax.errors import InputError, one_line
 
 
 class Checkpoints:
@@ -41,7 +41,20 @@ class Checkpoints:
         self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore(self, step: int, abstract_learner: Any) -> tuple[Any, dict[str, np.ndarray], dict]:
-        """(learner state in the given shapes and shardings, history arrays, loop counters)."""
+        """(learner state in the given shapes and shardings, history arrays, loop counters).
+
+        Raises:
+          InputError: the checkpoint is damaged, or of another model.
+        """
+        try:
+            return self._restore(step, abstract_learner)
+        except Exception as e:  # Orbax and TensorStore raise many kinds
+            raise InputError(
+                f"{self._manager.directory}/{step}: cannot be restored ({one_line(e)}); move that folder away to go on "
+                f"from an earlier one"
+            ) from e
+
+    def _restore(self, step: int, abstract_learner: Any) -> tuple[Any, dict[str, np.ndarray], dict]:
         loop = self._manager.restore(step, args=ocp.args.Composite(loop=ocp.args.JsonRestore()))["loop"]
         arrays = loop.pop("history_arrays")
         items = {"learner": ocp.args.StandardRestore(abstract_learner)}

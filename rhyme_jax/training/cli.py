@@ -59,7 +59,11 @@ def run(experiment: Callable[[ml_collections.ConfigDict, str, str | None], None]
 
 def _explain(error: Exception, argv: list[str], default: str) -> str:
     """One line on what is wrong with a command line, where absl and ml_collections raise chains of exceptions."""
-    options = dict(a.lstrip("-").partition("=")[::2] for a in argv[1:] if a.startswith("-"))
+    options = {}
+    for argument, after in zip(argv[1:], [*argv[2:], ""], strict=True):
+        if argument.startswith("-"):
+            name, equals, value = argument.lstrip("-").partition("=")
+            options[name] = value if equals else after  # "--config FILE" is the same as "--config=FILE"
     path, _, variant = options.get("config", default).partition(":")
     if not os.path.isfile(path):
         return f"--config={path}: no such file"

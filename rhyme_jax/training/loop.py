@@ -34,6 +34,7 @@ from rhyme_jax.training.console import Console, Stopwatch, duration
 from rhyme_jax.training.settings import Settings
 from rhyme_jax.training.workdir import MetricsFile, Workdir, read_metrics
 
+PROGRESS_SECONDS = 20.0  # a rollout that takes longer says how far it is
 COMPARISONS = 3  # timed pairs of the closing comparison with plain decoding
 
 
@@ -54,7 +55,9 @@ class Progress:
     stream: dict = dataclasses.field(default_factory=lambda: {"epoch": 0, "index": 0})
     seconds: float = 0.0  # of training, over all starts
     evicted_prompts: int = 0
+    updates: int = 0  # of the learner: the version of its policy
     first_eval: dict = dataclasses.field(default_factory=dict)  # accuracies of the initial weights
+    last_eval: dict = dataclasses.field(default_factory=dict)  # the newest, with its `step`
     comparison: dict = dataclasses.field(default_factory=dict)  # of the last step with plain decoding
 
 
@@ -102,6 +105,8 @@ class Trainer:
         """Trains to the last step; returns what it writes to result.json."""
         start, first = time.monotonic(), self.progress.steps
         earlier = self.progress.seconds
+        if first < self.settings.steps:
+            self.workdir.result.unlink(missing_ok=True)  # of a run that is being prolonged
         if first == 0:
             self._first_evaluation()
         while self.progress.steps < self.settings.steps:
@@ -112,6 +117,8 @@ class Trainer:
             left = (time.monotonic() - start) / done * (self.settings.steps - self.progress.steps)
             self.console.line(_step_line(metrics, self.settings.steps, left))
         self.checkpoints.wait()
+        if self.progress.last_eval["step"] != self.progress.steps:  # resumed with fewer steps than were done
+            self._evaluate()
         result = self._result()
         write_json(self.workdir.result, result)
         return result
@@ -119,6 +126,7 @@ class Trainer:
     def close(self) -> None:
         self.metrics.close()
         self.checkpoints.close()
+        self.workdir.release()
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -136,31 +144,30 @@ class Trainer:
             history = self.history.query([p.tokens for p in prompts], len(prompts), s.draft.weight)
         with watch("weights"):
             weights = self.learner.rollout_params(self.state)
-        compiled = len(self.engine.compiled)
+            version = self.progress.updates
         with watch("rollout"):
-            rollouts = self.engine.generate(weights, requests, history)
-        if step > 0 and len(self.engine.compiled) > compiled:
-            self.console.line(f"compiled: {', '.join(self.engine.compiled[compiled:])}")
+            rollouts = self._generate(self.engine, weights, requests, history)
         if step == s.steps - 1:
             with watch("compare"):
                 self.progress.comparison = self._compare_with_plain(weights, requests, history, rollouts)
         del weights
         with watch("grade"):
             texts = [self.tokenizer.decode(rollouts.response(n)) for n in range(len(requests))]
-            rewards = np.array([prompts[r.group].problem.reward(t) for r, t in zip(requests, texts, strict=True)])
+            rewards = _rewards([prompts[r.group].problem for r in requests], texts)
+        staleness = self.progress.updates - version
         with watch("update"):
             learned = self._update(rollouts, rewards)
         with watch("record"):
-            self._remember(prompts, requests, rollouts, rewards, step)
+            self._remember(prompts, requests, rollouts, rewards, version)
             self.progress.steps = step + 1
             self.progress.stream = self.stream.position()
-            self._write_samples(prompts, requests, rollouts, texts, rewards)
+            self._write_samples(prompts, requests, rollouts, texts, rewards, version)
         metrics = {
             "step": step + 1,
             "epoch": epoch,
             **self._rollout_metrics(rollouts, rewards),
             **{f"learner/{k}": v for k, v in learned.items()},
-            "learner/staleness": 0,  # rollouts are always made by the policy that learns from them
+            "learner/staleness": staleness,
             "history/prompts": len(self.history),
             "history/tokens": self.history.tokens,
             "history/evicted_prompts": self.history.evicted_prompts,
@@ -191,6 +198,7 @@ class Trainer:
         learned: dict[str, float] = {}
         for number in range(self.settings.grpo.updates_per_batch):
             self.state, metrics = self.learner.update(self.state, batch, reference)
+            self.progress.updates += 1
             # The gap between rollout and learner means something before the batch's first update only.
             learned = metrics if number == 0 else {**metrics, "rollout_gap": learned["rollout_gap"]}
         unequal = (advantage_GC != 0).any(axis=1)
@@ -200,18 +208,29 @@ class Trainer:
             "failed_grades": int((~valid_GC).sum()),
         }
 
-    def _remember(self, prompts, requests, rollouts: Rollouts, rewards, step: int) -> None:
+    def _remember(self, prompts, requests, rollouts: Rollouts, rewards, version: int) -> None:
         by_group: dict[int, list[Response]] = {}
         for n, request in enumerate(requests):
             # A copy: a slice would keep the whole batch's array alive.
-            response = Response(rollouts.response(n).copy(), float(rewards[n]), self._policy_version(step), step)
+            response = Response(rollouts.response(n).copy(), float(rewards[n]), version, request.step)
             by_group.setdefault(request.group, []).append(response)
         for group, responses in by_group.items():
             self.history.add(prompts[group].tokens, responses)
 
-    def _policy_version(self, step: int) -> int:
-        """Learner updates behind the weights that a step's rollouts are made with."""
-        return step * self.settings.grpo.updates_per_batch
+    def _generate(self, engine: RolloutEngine, weights, requests, history: HistoryBlock | None = None) -> Rollouts:
+        """Rolls out, and says what was compiled and, where it takes long, how far it is."""
+        compiled, said = len(engine.compiled), time.monotonic()
+
+        def progress(done: int, rows: int) -> None:
+            nonlocal said
+            if time.monotonic() - said > PROGRESS_SECONDS:
+                said = time.monotonic()
+                self.console.line(f"rollout: {done} of {rows} responses done")
+
+        rollouts = engine.generate(weights, requests, history, progress)
+        if len(engine.compiled) > compiled:
+            self.console.line(f"compiled: {', '.join(engine.compiled[compiled:])}")
+        return rollouts
 
     def _rollout_metrics(self, rollouts: Rollouts, rewards: np.ndarray) -> dict:
         lengths = rollouts.response_length_N
@@ -232,7 +251,7 @@ class Trainer:
             "rollout/acceptance": rollouts.acceptance,
         }
 
-    def _write_samples(self, prompts, requests, rollouts: Rollouts, texts, rewards) -> None:
+    def _write_samples(self, prompts, requests, rollouts: Rollouts, texts, rewards, version: int) -> None:
         self.workdir.write_samples(
             self.progress.steps,
             (
@@ -244,7 +263,7 @@ class Trainer:
                     "length": int(rollouts.response_length_N[n]),
                     "accepted": int(rollouts.accepted_N[n]),
                     "ended": bool(rollouts.ended_N[n]),
-                    "policy_version": self._policy_version(r.step),
+                    "policy_version": version,
                 }
                 for n, r in enumerate(requests)
             ),
@@ -258,12 +277,12 @@ class Trainer:
         requests = [self._request(p, 0, self.progress.steps, g) for g, p in enumerate(self.eval_prompts)]
         metrics = {}
         for name, engine in (("greedy", self.greedy), ("sampled", self.engine)):
-            rollouts = engine.generate(weights, requests)
-            rewards = [
-                p.problem.reward(self.tokenizer.decode(rollouts.response(n))) for n, p in enumerate(self.eval_prompts)
-            ]
-            metrics[f"eval/accuracy_{name}"] = float(np.mean(rewards))
+            rollouts = self._generate(engine, weights, requests)
+            texts = [self.tokenizer.decode(rollouts.response(n)) for n in range(len(requests))]
+            rewards = _rewards([p.problem for p in self.eval_prompts], texts)
+            metrics[f"eval/accuracy_{name}"] = float(np.nan_to_num(rewards).mean())
             metrics[f"eval/length_{name}"] = float(rollouts.response_length_N.mean())
+        self.progress.last_eval = {"step": self.progress.steps, **metrics}
         return metrics
 
     def _first_evaluation(self) -> None:
@@ -281,7 +300,7 @@ class Trainer:
         Timed in alternating pairs after both programs are compiled; the ratio is that of the medians.
         """
         self.console.line("repeating the last step's rollouts without drafts, to compare")
-        plain = self.engine.generate(weights, requests)
+        plain = self._generate(self.engine, weights, requests)
         identical = compared = 0
         for n in range(len(requests)):
             drafted, undrafted = rollouts.response(n), plain.response(n)
@@ -296,6 +315,7 @@ class Trainer:
         return {
             "identical_tokens": identical,
             "compared_tokens": compared,
+            "drafted_tokens": int(rollouts.accepted_N.sum()),
             "tokens_per_row_forward": rollouts.tokens_per_row_forward,
             "rollout_speedup": float(plain_s / drafted_s),
             "tokens_per_s": float(rollouts.generated / drafted_s),
@@ -303,7 +323,7 @@ class Trainer:
         }
 
     def _result(self) -> dict:
-        evaluation = read_metrics(self.workdir.metrics)[-1]  # the last step always evaluates
+        evaluation = self.progress.last_eval
         return {
             "steps": self.progress.steps,
             "eval_accuracy_start": self.progress.first_eval["eval/accuracy_greedy"],
@@ -320,6 +340,8 @@ class Trainer:
     def _start(self, initial_params) -> LearnerState:
         step = self.checkpoints.latest
         if step is None:
+            if read_metrics(self.workdir.metrics):
+                self.console.line(f"{self.workdir.path} holds metrics but no checkpoint: starting over")
             return self.learner.init(initial_params)
         state, history, loop = self.checkpoints.restore(step, self.learner.abstract_state())
         self.history.load_arrays(history)
@@ -349,6 +371,11 @@ class Trainer:
 
     def _request(self, prompt: Prompt, sample: int, step: int, group: int) -> Request:
         return Request(prompt.tokens, prompt.id, sample, step, group, self.settings.rollout.max_new_tokens)
+
+
+def _rewards(problems: list[Problem], texts: list[str]) -> np.ndarray:
+    """float64; NaN where a grade failed."""
+    return np.array([p.reward(t) for p, t in zip(problems, texts, strict=True)], np.float64)
 
 
 def _eval_text(metrics: dict) -> str:
@@ -386,6 +413,8 @@ def train(config: ml_collections.ConfigDict, workdir: str, devices=None) -> dict
         trainer.close()
     if "compared_tokens" in result:
         console.line(f"identical: {result['identical_tokens']}/{result['compared_tokens']} tokens")
+        if result["drafted_tokens"] == 0:
+            console.line("(no draft was accepted: there was no history yet, or drafts did not pay)")
         console.line(
             f"rollout speed-up: {result['rollout_speedup']:.2f}x ({result['tokens_per_s']:.0f} against "
             f"{result['plain_tokens_per_s']:.0f} tokens/s without drafts; "

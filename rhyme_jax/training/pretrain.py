@@ -37,11 +37,11 @@ def encode(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[tuple[lis
 def pad_batch(rows: list[tuple[list[int], list[int]]], pad_id: int) -> dict[str, np.ndarray]:
     """Left-aligned rows: tokens_BS, prompt_length_B, response_length_B, with S and T in LENGTH_BUCKETs."""
 
-    def bucket(n):
+    def round_up(n):
         return -(-n // LENGTH_BUCKET) * LENGTH_BUCKET
 
-    slots = bucket(max(len(r) for _, r in rows))
-    positions = bucket(max(len(p) for p, _ in rows)) + slots
+    slots = round_up(max(len(r) for _, r in rows))
+    positions = round_up(max(len(p) for p, _ in rows)) + slots
     tokens_BS = np.full((len(rows), positions), pad_id, np.int32)
     for b, (prompt, response) in enumerate(rows):
         tokens_BS[b, : len(prompt) + len(response)] = prompt + response
@@ -115,6 +115,8 @@ def make_model(config, directory: str, console: Console) -> None:
             raise InputError(f"{name}={config[name]}: must be at least 1")
     if config.steps <= config.warmup_steps:
         raise InputError(f"steps={config.steps}: must exceed warmup_steps={config.warmup_steps}")
+    if config.mixed_from % POOL:
+        raise InputError(f"mixed_from={config.mixed_from}: must be a multiple of {POOL}, the batches drawn together")
     if not 0 <= config.worked + config.sloppy <= 1:
         raise InputError(f"worked + sloppy={config.worked + config.sloppy}: shares must add up to at most 1")
     out = pathlib.Path(directory)

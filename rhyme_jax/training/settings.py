@@ -37,6 +37,9 @@ class Task:
     system_prompt: str
 
     def __post_init__(self):
+        for name in ("path", "system_prompt"):
+            if getattr(self, name) and self.name == "arithmetic":
+                raise InputError(f"task.{name}={getattr(self, name)!r}: is not used by task.name='arithmetic'")
         _at_least("task", self, 0, "seed")
         _at_least("task", self, 1, "train_size", "eval_size")
 

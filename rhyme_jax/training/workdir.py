@@ -5,8 +5,10 @@ checkpoints/<step>/    see `training.checkpoints`
 metrics.jsonl          one object a step
 samples/step_*.jsonl   the rollouts of each step
 result.json            written when the run is complete
+lock                   held by the run that is using the directory
 """
 
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -47,8 +49,18 @@ class Workdir:
             self.samples.mkdir(parents=True, exist_ok=True)
             if stored is None:
                 write_json(self.config, {"config": config.to_dict(), **_environment()})
+            self._lock = (self.path / "lock").open("w")
         except OSError as e:
             raise InputError(f"--workdir={self.path}: cannot be written ({e.strerror or e})") from e
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by the system when the process ends
+        except OSError as e:
+            self.release()
+            raise InputError(f"--workdir={self.path}: another run is using it") from e
+
+    def release(self) -> None:
+        """Lets other runs use the directory."""
+        self._lock.close()
 
     def _read_config(self) -> dict | None:
         try:

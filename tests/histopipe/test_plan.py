@@ -35,6 +35,6 @@ def test_each_group_once_in_order_and_evenly(sizes):
 
 @pytest.mark.parametrize(("groups", "slices"), [(4, 0), (4, -1), (4, 5), (0, 1), (0, 0)])
 def test_impossible_slices_are_refused(groups, slices):
-    message = rf"^pipeline.slices={slices}: must be from 1 to the {groups} prompts of a step$"
+    message = rf"^slices={slices}: must be from 1 to the {groups} prompts of a step$"
     with pytest.raises(InputError, match=message):
         equal_split(groups, slices)

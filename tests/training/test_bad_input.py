@@ -77,13 +77,14 @@ def files(tmp_path_factory) -> dict[str, pathlib.Path]:
 # name -> (arguments, what the line must say). {x} stands for a path of `files`.
 CASES = {
     "unknown key": (["--config.rollout.max_row=3"], "rollout.max_row: no such field; did you mean rollout.max_rows"),
+    "flags without =": (["--config", "configs/math_grpo.py:smoke", "--config.bogus=1"], "config.bogus: no such field"),
     "unknown section": (["--config.rollot.max_rows=3"], "did you mean rollout.max_rows"),
     "unknown key in a config file": (["--config={other_config}"], "config.rollout.draft_bucket: no such field"),
     "unknown flag": (["--workdirr=/tmp/x"], "workdirr"),
     "stray argument": (["smoke"], "unexpected argument"),
     "wrong type": (["--config.steps=many"], "steps=many"),
     "fraction for a whole number": (["--config.steps=1.5"], "steps=1.5"),
-    "words in a tuple": (["--config.draft.buckets=('a',)"], "draft_buckets"),
+    "words in a tuple": (["--config.draft.buckets=('a',)"], "draft.buckets"),
     "not a boolean": (["--config.optimizer.remat=maybe"], "remat"),
     "missing config file": (["--config=configs/nothing.py"], "configs/nothing.py: no such file"),
     "unknown variant": (["--config=configs/math_grpo.py:huge"], "no variant 'huge'; there are tiny, smollm2, smoke"),
@@ -105,6 +106,7 @@ CASES = {
         "too few different problems",
     ),
     "unknown task": (["--config.task.name=chess"], "task.name='chess': must be one of arithmetic, gsm8k"),
+    "a path that is not read": (["--config.task.path={one}"], "is not used by task.name='arithmetic'"),
     "gsm8k without a path": (["--config.task.name=gsm8k"], "task.path='': a JSONL file"),
     "missing data": (["--config.task.name=gsm8k", "--config.task.path={missing}"], "missing.jsonl: no such file"),
     "empty data": (["--config.task.name=gsm8k", "--config.task.path={empty}"], "holds no problems"),
@@ -144,7 +146,7 @@ CASES = {
 
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess:
-    base = [] if any(a.startswith("--config=") for a in arguments) else ["--config=configs/math_grpo.py:smoke"]
+    base = [] if any(a.split("=")[0] == "--config" for a in arguments) else ["--config=configs/math_grpo.py:smoke"]
     command = [sys.executable, "-m", "experiments.math_grpo", *base, *arguments]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)

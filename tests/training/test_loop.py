@@ -3,12 +3,14 @@
 import json
 import pathlib
 import re
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
 from configs.math_grpo import get_config
+from rhyme_jax.errors import InputError
 from rhyme_jax.models.load import load_model
 from rhyme_jax.training.console import Console
 from rhyme_jax.training.loop import Trainer, train
@@ -91,6 +93,7 @@ def test_last_step_equals_plain_decoding(whole):
 def test_history_is_used_from_the_second_epoch_on(whole):
     _, workdir, _ = whole
     metrics = read_metrics(workdir / "metrics.jsonl")[1:]
+    assert all(m["learner/staleness"] == 0 for m in metrics)
     assert [m["rollout/proposed"] > 0 for m in metrics] == [False, False, True, True, True, True]
     assert all(m["rollout/tokens_per_row_forward"] > 1 for m in metrics[2:])
 
@@ -203,3 +206,37 @@ def test_kl_penalty_and_several_updates_per_batch(tmp_path, capsys):
     assert said[-1] == f"workdir: {tmp_path}"
     assert f"identical: {result['identical_tokens']}/{result['compared_tokens']} tokens" in said
     assert said[-2].startswith("result: held-out accuracy")
+
+
+def test_resumed_with_fewer_steps_it_still_has_a_result(tmp_path):
+    config = small_config(samples_per_prompt=4)
+    config.steps, config.checkpoint.every, config.eval.every = 3, 2, 3
+    first = trainer(config, tmp_path)
+
+    def crash(*args):
+        raise Crash
+
+    first._compare_with_plain = crash  # in the last step, after the checkpoint of step 2
+    with pytest.raises(Crash):
+        first.run()
+    first.close()
+    config.steps = 2
+    second = trainer(config, tmp_path)
+    result = second.run()
+    second.close()
+    assert result["steps"] == 2 and 0 <= result["eval_accuracy_end"] <= 1
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+
+
+def test_a_damaged_checkpoint_is_named(whole, tmp_path):
+    workdir = tmp_path / "copy"
+    shutil.copytree(whole[1], workdir)
+    for file in (workdir / "checkpoints" / "6" / "learner").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    with pytest.raises(InputError, match=r"checkpoints/6: cannot be restored .*move that folder away"):
+        trainer(small_config(), workdir)
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    earlier = trainer(small_config(), workdir)
+    assert earlier.progress.steps == 3
+    earlier.close()

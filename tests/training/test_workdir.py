@@ -39,7 +39,7 @@ def test_a_new_workdir_stores_its_config(tmp_path):
     assert stored["config"]["draft"]["buckets"] == list(config().draft.buckets)
     assert {"jax", "numpy", "orbax-checkpoint"} <= stored["packages"].keys() and "git_revision" in stored
     assert workdir.samples.is_dir()
-    assert sorted(p.name for p in workdir.path.iterdir()) == ["config.json", "samples"]
+    assert sorted(p.name for p in workdir.path.iterdir()) == ["config.json", "lock", "samples"]
 
 
 def test_the_same_config_again_changes_nothing(tmp_path):
@@ -245,3 +245,16 @@ def test_numbers_that_json_lacks_become_null(tmp_path):
     file.close()
     MetricsFile(path, 1).close()
     assert read_metrics(path) == [{"step": 1, "reward/mean": None, "learner/loss": None, "rollout/tokens": 3}]
+
+
+# --- one run at a time ----------------------------------------------------------------------------------------------
+
+
+def test_a_workdir_in_use_is_refused(tmp_path):
+    first, second = Workdir(tmp_path), Workdir(tmp_path)
+    first.prepare(config())
+    with pytest.raises(InputError, match="another run is using it"):
+        second.prepare(config())
+    first.release()
+    second.prepare(config())
+    second.release()
