@@ -394,10 +394,13 @@ def test_the_schedule_changes_nothing(other, sizes):
     )
     assert_same(have, pick(plain("T=1"), range(len(requests))), requests, SAMPLINGS["T=1"])
     check_records(have, requests, 3, SAMPLINGS["T=1"])
-    # All turns, the last and smaller one too, share one prefill and one decoding program for each size of batch.
+    # All turns, the last and smaller one too, share one prefill, one decoding program for each size of batch, and the
+    # steps between those.
     decoded = [program for program in other_engine.compiled if program.startswith("decode")]
     assert [int(program.split()[1].split("x")[0]) for program in decoded] == sizes
-    assert len(other_engine.compiled) == 1 + len(decoded)
+    shrunk = [f"shrink {a} to {b} rows" for a, b in itertools.pairwise(sizes)]
+    assert [p for p in other_engine.compiled if p.startswith("shrink")] == shrunk
+    assert len(other_engine.compiled) == 1 + len(decoded) + len(shrunk)
 
     done = [d for d, _ in calls]
     assert done == sorted(done) and done[-1] == len(requests) and {total for _, total in calls} == {len(requests)}
