@@ -27,7 +27,12 @@ def read_json(path: pathlib.Path) -> dict:
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a JSON file whole or not at all."""
+    write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a text file whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

@@ -326,7 +326,8 @@ class RolloutEngine:
         finished = None
         while True:
             smaller = self._smaller_batch(len(origin_B))
-            k, before = buckets[-1], _totals(state)
+            k = buckets[-1]
+            before = _totals(state) if k > 1 else None  # K = 1 has nothing to decide
             state, steps = self._chunk(params, history if k > 1 else None, state, limit, smaller, k=k)
             iterations += int(steps)
             active_B = np.asarray(state.active_B)

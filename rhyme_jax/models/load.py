@@ -8,7 +8,6 @@ from rhyme_jax.errors import InputError
 from rhyme_jax.models import hf_format
 from rhyme_jax.models.config import DecoderConfig
 from rhyme_jax.models.gguf_format import load_gguf
-from rhyme_jax.models.params import check_params
 from rhyme_jax.models.tokenizer import Tokenizer
 
 EMBEDDED = pathlib.Path(__file__).parent / "embedded"
@@ -43,7 +42,6 @@ def load_model(spec: str, dtype: str = "float32", param_dtype: str = "float32") 
     else:
         config = hf_format.read_config(path, dtype, param_dtype)
         params, tokenizer = hf_format.load_params(path, config), Tokenizer.load(path)
-    check_params(params, config, str(path))
     if tokenizer.vocab_size > config.vocab_size:
         raise InputError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {config.vocab_size} rows"

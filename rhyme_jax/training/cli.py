@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import ml_collections
 from absl import app, flags, logging
+from flax import traverse_util
 from ml_collections import config_flags
 
 from rhyme_jax.errors import InputError, one_line
@@ -69,21 +70,13 @@ def _explain(error: Exception, argv: list[str], default: str) -> str:
         return f"--config={path}: no such file"
     try:
         config = runpy.run_path(path)["get_config"](*([variant] if variant else []))
+        known = list(traverse_util.flatten_dict(config.to_dict(), sep="."))
     except Exception as e:
         return f"--config={path}: {one_line(e)}"
-    known = list(_fields(config))
     for name in (o.removeprefix("config.") for o in options if o.startswith("config.")):
         if name not in known:
             return str(unknown_field(name, known))
     return one_line(error)
-
-
-def _fields(config: ml_collections.ConfigDict, prefix: str = ""):
-    for name in config:
-        if isinstance(config[name], ml_collections.ConfigDict):
-            yield from _fields(config[name], f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
 
 
 def _refuse(message: str) -> NoReturn:

@@ -152,8 +152,7 @@ class Trainer:
                 self.progress.comparison = self._compare_with_plain(weights, requests, history, rollouts)
         del weights
         with watch("grade"):
-            texts = [self.tokenizer.decode(rollouts.response(n)) for n in range(len(requests))]
-            rewards = _rewards([prompts[r.group].problem for r in requests], texts)
+            texts, rewards = self._grade([prompts[r.group].problem for r in requests], rollouts)
         staleness = self.progress.updates - version
         with watch("update"):
             learned = self._update(rollouts, rewards)
@@ -232,6 +231,11 @@ class Trainer:
             self.console.line(f"compiled: {', '.join(engine.compiled[compiled:])}")
         return rollouts
 
+    def _grade(self, problems: list[Problem], rollouts: Rollouts) -> tuple[list[str], np.ndarray]:
+        """The responses as text, and their rewards: float64, NaN where a grade failed."""
+        texts = [self.tokenizer.decode(rollouts.response(n)) for n in range(len(problems))]
+        return texts, np.array([p.reward(t) for p, t in zip(problems, texts, strict=True)], np.float64)
+
     def _rollout_metrics(self, rollouts: Rollouts, rewards: np.ndarray) -> dict:
         lengths = rollouts.response_length_N
         group = self.settings.rollout.samples_per_prompt
@@ -278,8 +282,7 @@ class Trainer:
         metrics = {}
         for name, engine in (("greedy", self.greedy), ("sampled", self.engine)):
             rollouts = self._generate(engine, weights, requests)
-            texts = [self.tokenizer.decode(rollouts.response(n)) for n in range(len(requests))]
-            rewards = _rewards([p.problem for p in self.eval_prompts], texts)
+            _, rewards = self._grade([p.problem for p in self.eval_prompts], rollouts)
             metrics[f"eval/accuracy_{name}"] = float(np.nan_to_num(rewards).mean())
             metrics[f"eval/length_{name}"] = float(rollouts.response_length_N.mean())
         self.progress.last_eval = {"step": self.progress.steps, **metrics}
@@ -373,11 +376,6 @@ class Trainer:
         return Request(prompt.tokens, prompt.id, sample, step, group, self.settings.rollout.max_new_tokens)
 
 
-def _rewards(problems: list[Problem], texts: list[str]) -> np.ndarray:
-    """float64; NaN where a grade failed."""
-    return np.array([p.reward(t) for p, t in zip(problems, texts, strict=True)], np.float64)
-
-
 def _eval_text(metrics: dict) -> str:
     return (
         f"held-out accuracy {metrics['eval/accuracy_greedy']:.3f} greedy, "
@@ -387,7 +385,7 @@ def _eval_text(metrics: dict) -> str:
 
 def _step_line(metrics: dict, steps: int, left: float) -> str:
     m = metrics
-    phases = ", ".join(f"{name} {m[f'seconds/{name}']:.1f}" for name in ("rollout", "update") if f"seconds/{name}" in m)
+    phases = ", ".join(f"{name} {m[f'seconds/{name}']:.1f}" for name in ("rollout", "update"))
     parts = [
         f"step {m['step']}/{steps}",
         f"epoch {m['epoch']:.2f}",

@@ -18,9 +18,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import ml_collections
+from flax import traverse_util
 
 from rhyme_jax.errors import InputError
-from rhyme_jax.files import read_json, write_json
+from rhyme_jax.files import read_json, write_json, write_whole
 
 # Fields that a resumed run may change: they do not touch what the steps before the change computed.
 MAY_CHANGE = ("steps", "eval.every", "checkpoint.every", "checkpoint.keep")
@@ -89,9 +90,7 @@ class MetricsFile:
     def __init__(self, path: pathlib.Path, done_steps: int):
         # With no step done the run starts over, and evaluates its initial weights again.
         kept = [metrics for metrics in read_metrics(path) if metrics["step"] <= done_steps] if done_steps else []
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(metrics) + "\n" for metrics in kept))
-        temporary.replace(path)
+        write_whole(path, "".join(json.dumps(metrics) + "\n" for metrics in kept))
         self._file = path.open("a")
 
     def write(self, metrics: dict[str, Any]) -> None:
@@ -140,14 +139,10 @@ def _environment() -> dict:
     }
 
 
-def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
-    return flat
+def _flat(config: dict) -> dict[str, Any]:
+    """Fields by their dotted names; tuples as lists, which is what JSON made of the stored ones."""
+    flat = traverse_util.flatten_dict(config, sep=".")
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
 
 
 def _check_same(stored: dict, config: dict, path) -> None:
