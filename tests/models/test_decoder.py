@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rhyme_jax.errors import InputError
+from rhyme_jax.models import decoder
 from rhyme_jax.models.config import DecoderConfig
 from rhyme_jax.models.decoder import forward, init_cache, logits
 from rhyme_jax.models.params import (
@@ -181,6 +182,65 @@ def test_what_lies_beyond_the_row_is_invisible(params, tokens_BS):
 def test_neighbouring_rows_do_not_mix(params, tokens_BS):
     alone = uncached(params, BASE, tokens_BS[1:2])
     np.testing.assert_allclose(uncached(params, BASE, tokens_BS)[1:2], alone, atol=1e-6)
+
+
+# --- per platform ---------------------------------------------------------------------------------------------
+
+
+def values_and_gradients(fn, *args):
+    """fn's values and the gradients of a sum over them, uneven so that no symmetry hides a swap."""
+
+    def uneven_sum(*args):
+        out = fn(*args)
+        return jnp.vdot(out, jnp.sin(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)), out
+
+    return jax.jit(jax.grad(uneven_sum, argnums=tuple(range(len(args))), has_aux=True))(*args)
+
+
+def random_arrays(*shapes):
+    rng = np.random.default_rng(3)
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize(("H", "N"), [(4, 4), (6, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("K", "starts"),
+    [(1, [0, 5, S + 3]), (4, [0, 5, S - 2]), (S, [0, 0, 0])],
+    ids=["cached, one token", "cached, across the end", "uncached"],
+)
+def test_accelerators_attend_as_the_cpu_does(K, starts, H, N):
+    visible_BKS = np.arange(S) <= positions(starts, K)[:, :, None]
+    arrays = random_arrays((B, K, H, 10), (B, N, S, 10), (B, N, S, 10))
+    on_cpu, on_accelerator = (
+        values_and_gradients(functools.partial(attend, visible_BKS=visible_BKS), *arrays)
+        for attend in (decoder._attend_on_cpu, decoder._attend_on_accelerator)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), on_cpu, on_accelerator)
+
+
+@pytest.mark.parametrize("K", [1, 2, decoder.FEW_TOKENS // B, decoder.FEW_TOKENS])
+def test_accelerators_have_the_head_of_the_cpu(K):
+    arrays = random_arrays((B, K, BASE.width), (BASE.vocab_size, BASE.width))
+    on_cpu, on_accelerator = (
+        values_and_gradients(head, *arrays) for head in (decoder._tied_head_on_cpu, decoder._tied_head)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), on_cpu, on_accelerator)
+
+
+def test_each_platform_gets_its_branch_alone(params, tokens_BS):
+    """Only the CPU's branches hold barriers, and neither program holds the other's products too."""
+
+    @jax.jit
+    def run(params, cache):
+        hidden, cache = forward(params, BASE, tokens_BS[:, :2], positions([0] * B, 2), cache)
+        return logits(params, BASE, hidden), cache
+
+    traced = run.trace(params, init_cache(BASE, B, S))
+    cpu, cuda = (traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda"))
+    assert cpu.count("optimization_barrier") == BASE.layers + 1
+    assert "optimization_barrier" not in cuda
+    per_layer = 4 + 2 + 3  # projections, scores and weighted sum, MLP
+    assert cpu.count("dot_general") == cuda.count("dot_general") == BASE.layers * per_layer + 1
 
 
 # --- gradients, dtypes, initial values ------------------------------------------------------------------------
