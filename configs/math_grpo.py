@@ -53,16 +53,24 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     c.rollout.temperature = 1.0
     c.rollout.top_k = 0  # 0 is off
     c.rollout.top_p = 1.0  # 1 is off
+    c.rollout.noise = "fresh"  # "fresh" each step | "coupled": a prompt's i-th sample meets the same in every epoch
     c.rollout.chunk = 32  # iterations on the device between two looks of the host
-    c.rollout.max_rows = 256  # responses decoded together
+    c.rollout.max_rows = 256  # responses decoded together; more wait until some are done
+
+    c.noise = ml_collections.ConfigDict()
+    c.noise.refresh_epochs = 0  # coupled: each sample meets new noise once in so many epochs; 0 never
 
     # --- drafts: earlier responses of the prompt, verified instead of decoded
     c.draft = ml_collections.ConfigDict()
-    c.draft.buckets = (1, 8)  # tokens verified per row and iteration; (1,) never speculates
+    c.draft.preset = "rhyme"  # "rhyme" | "paper" (He et al. 2025) | "released" (its authors' code)
+    c.draft.buckets = (1, 4, 8, 16)  # K: tokens verified per row and iteration, chosen by cost; (1,) never drafts
+    c.draft.sources = "preset"  # of "history", "siblings" (the group's live responses), "self", joined with +
+    c.draft.weight = "preset"  # votes of earlier responses: "reward" | "count" (all alike) | "recency"
+    c.draft.window = "preset"  # longest draft of a row: "marginal" (by estimated chance) | "paper" | "released"
+    c.draft.by_length = False  # while most rows decode, only those that are expected to be long draft
     c.draft.min_match = 3  # tokens of context that a draft must match, up to 7
-    c.draft.min_prob = 0.1  # share of votes under which a draft stops
-    c.draft.weight = "reward"  # votes of earlier responses: "reward" | "count" (all alike) | "recency"
-    c.draft.verify_cost = 0.3  # time of each further verified token, relative to one; drafts must earn it
+    c.draft.min_prob = -1.0  # share of votes under which a draft stops; -1: the preset's
+    c.draft.costs = "measured"  # at the start, into the workdir; or the cost_table.json of another run
 
     # --- history
     c.history = ml_collections.ConfigDict()
@@ -116,7 +124,7 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
         c.init.weights = "smollm2"
         c.rollout.prompts_per_step, c.rollout.samples_per_prompt = 4, 4
         c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 256, 96
-        c.draft.buckets = (1, 4)
+        c.draft.buckets = (1, 2, 4, 8)
         c.optimizer.learning_rate, c.optimizer.warmup_updates = 1e-6, 2
         c.optimizer.remat = True
         c.eval.every, c.checkpoint.every = 8, 2

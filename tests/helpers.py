@@ -22,16 +22,23 @@ def random_prompts(count: int, vocab_size: int, seed: int, low: int = 3, high: i
     return [rng.integers(3, vocab_size, rng.integers(low, high)).astype(np.int32) for _ in range(count)]
 
 
-def group_requests(prompts, samples: int, step: int, budget) -> list[Request]:
-    """`samples` requests for each prompt; `budget` is a number or a function of the request's index."""
+def group_requests(prompts, samples: int, word, budget, expected_length=0.0) -> list[Request]:
+    """`samples` requests for each prompt. `word` is a noise word or a function of the sample's index; `budget` and
+    `expected_length` are numbers or functions of the request's index.
+    """
+
+    def value(option, index):
+        return option(index) if callable(option) else option
+
     return [
         Request(
             prompt=p,
             prompt_id=prompt_id(p),
             sample=i,
-            step=step,
+            noise=value(word, i),
             group=g,
-            budget=budget(g * samples + i) if callable(budget) else budget,
+            budget=value(budget, g * samples + i),
+            expected_length=value(expected_length, g * samples + i),
         )
         for g, p in enumerate(prompts)
         for i in range(samples)

@@ -1,115 +1,68 @@
-"""The rollout engine: a decoding loop on the device that verifies drafts, and a host loop over its chunks.
+"""The rollout engine: the host's loop over chunks of iterations on the device (`iteration`).
 
-One iteration, for all rows at once:
+A chunk runs up to `chunk` iterations in a `lax.while_loop`; between chunks the host chooses K (`budget`), gives rows
+that are done to requests that wait, shrinks the batch when none waits and few are left, and gives the cache more
+slots. None of that changes a token.
 
-1. *draft* up to K - 1 tokens from history (`drafts`);
-2. *forward* over `[last token, drafts]`, K positions per row, writing their keys and values into the cache;
-3. *sample* all K positions with the noise of their response positions (`noise`, `sampling`);
-4. *commit* the accepted prefix and one more token, cut at EOS and budget (`verify`).
-
-K = 1 is plain decoding, by the same code. A chunk runs up to `chunk` iterations in a `lax.while_loop`; between
-chunks the host reports progress, shrinks the batch when few rows are left, and goes to a smaller K where the present
-one does not pay (after a first, short chunk at the earliest). A rejected draft leaves stale keys and values beyond the
-row's length; nothing attends to them, and the next iteration overwrites them.
+K is chosen between chunks rather than by `lax.switch` inside the loop: that would carry the cache through a branch,
+which on CPU costs 1.57, 1.42, 1.21, 1.14 times the iteration at K = 1, 4, 8, 16 (1.1M parameters, 256 rows) and 1.28,
+1.18, 1.10, 1.01 times (135M, 8 rows), and puts a program of each K into one compilation.
 
 Suffix letters: B rows, S positions (cache and token buffer), T response positions, K verified positions,
-J = K - 1 drafted positions, V vocabulary, U different prompts of P slots, N finished rollouts (in a cache: key/value
-heads).
+V vocabulary, U different prompts, N requests.
 """
 
+import collections
 import dataclasses
-import operator
+import functools
 import time
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from rhyme_jax.buckets import bucket
 from rhyme_jax.errors import InputError
 from rhyme_jax.histospec import noise
-from rhyme_jax.histospec.drafts import MAX_MATCH, Draft, HistoryBlock, draft_from_history
-from rhyme_jax.histospec.sampling import SamplingParams, draw
-from rhyme_jax.histospec.verify import verify
-from rhyme_jax.models import decoder
+from rhyme_jax.histospec.budget import FIRST_WINDOW, Acceptance, Cost, CostTable, Mix, Tally, choose_bucket
+from rhyme_jax.histospec.drafts import Beliefs, Draft, HistoryBlock, Reader, make_corpus
+from rhyme_jax.histospec.iteration import EngineConfig, RowState
+from rhyme_jax.histospec.programs import Programs, Shapes
 from rhyme_jax.models.config import DecoderConfig
-from rhyme_jax.models.params import BATCH_AXES
 
-PROBE = 4  # iterations of the first chunk with drafts, after which they may be given up
-COMPACT = 4  # a batch shrinks to 1/4 when so few rows are left; finer steps would compile more programs
-FEWEST_ROWS = 8  # smallest batch that is shrunk to
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """Static choices of the engine. None of them changes a rollout's tokens but `sampling` and `eos_ids`."""
-
-    sampling: SamplingParams
-    eos_ids: tuple[int, ...]
-    draft_buckets: tuple[int, ...] = (1, 8)  # values of K: the largest first, a smaller one where it does not pay
-    min_match: int = 3  # tokens of context that a draft must match
-    min_prob: float = 0.1  # share of the votes below which a drafted path stops
-    verify_cost: float = 0.0  # time of each further verified position, as a share of a K = 1 iteration
-    chunk: int = 32  # iterations between two looks of the host
-    max_rows: int = 256  # rows decoded together (rounded up to a power of two); more are taken in turns
-    prompt_slots: int = 8  # shortest padded prompt; set to the longest of a data set, every batch has one shape
-
-    def __post_init__(self):
-        if not self.draft_buckets or any(k < 1 for k in self.draft_buckets) or 1 not in self.draft_buckets:
-            raise InputError(f"draft.buckets={self.draft_buckets}: must hold 1 and otherwise sizes above 1")
-        if not self.eos_ids:
-            raise InputError("rollout.eos_ids=(): at least one end-of-sequence id is needed")
-        for name in ("chunk", "max_rows", "prompt_slots"):
-            if getattr(self, name) < 1:
-                raise InputError(f"rollout.{name}={getattr(self, name)}: must be at least 1")
-        if self.min_match < 1:
-            raise InputError(f"draft.min_match={self.min_match}: must be at least 1")
-        if self.min_match > MAX_MATCH:
-            raise InputError(f"draft.min_match={self.min_match}: must be at most {MAX_MATCH}, the longest match tried")
-        if not self.verify_cost >= 0:
-            raise InputError(f"draft.verify_cost={self.verify_cost}: must not be negative")
-
-    def worth_drafting(self, k: int, tokens_per_row_forward: float) -> bool:
-        """Whether K = k gave enough tokens for its cost: more per unit of time than K = 1 would have."""
-        return tokens_per_row_forward >= 1 + self.verify_cost * (k - 1)
+FIRST_CHUNK = 4  # iterations after a change of K; then twice as many each time, up to `chunk`
+FIRST_QUIET = 16  # the same where nothing is drafted: a look at what drafts there would be costs as much as drafting
+# A draft of the marginal window ends where a token all but never comes. Less would cost tokens: once K is chosen, and
+# that is where the estimates pay or do not, the positions of a row are computed whether they are used or not.
+LEAST_CHANCE = 0.02
+TIMED_SECONDS = 0.05  # of iterations, to time one
+REFILL = 8  # rows are given to waiting requests when 1/8 of the batch is done
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One rollout to make. (step, prompt_id, sample) keys its noise."""
+    """One rollout to make. (noise, prompt_id, sample) keys its noise."""
 
     prompt: np.ndarray  # int32 token ids, at least one
     prompt_id: int  # 64-bit, `history.store.prompt_id`
     sample: int  # index within the prompt's group
-    step: int  # training step
+    noise: int  # noise word: `noise.fresh_word` or `noise.coupled_word`
     group: int  # row of the history block to draft from
     budget: int  # most tokens of the response
+    expected_length: float = 0.0  # tokens of the response that history predicts; 0 is unknown
 
 
-@struct.dataclass
-class RolloutState:
-    """A batch of rows being decoded. Leaves are indexed by row first; a response position t of row b stands at
-    `tokens_BS[b, prompt_length_B[b] + t]`.
-    """
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What the device did between two looks of the host."""
 
-    tokens_BS: jax.Array  # int32: prompt, then response, then padding
-    length_B: jax.Array  # int32: prompt and response so far
-    prompt_length_B: jax.Array  # int32
-    budget_B: jax.Array  # int32: most response tokens
-    active_B: jax.Array  # bool: still decoding; padding rows never are
-    ended_B: jax.Array  # bool: an EOS was emitted
-    key_B2: jax.Array  # uint32: noise key data of the row
-    group_B: jax.Array  # int32: row of the history block
-    log_prob_BT: jax.Array  # float32: of each response token at the sampling temperature
-    behaviour_log_prob_BT: jax.Array  # float32: the same after top-k and top-p
-    drafted_BT: jax.Array  # bool: the token came from an accepted draft
-    forwards_B: jax.Array  # int32: iterations in which the row was active
-    proposed_B: jax.Array  # int32: drafted tokens
-    accepted_B: jax.Array  # int32: drafted tokens that were committed
-    cache: decoder.Cache
+    rows: int
+    slots: int
+    k: int
+    iterations: int
+    forwards: int  # row-forwards: iterations of active rows
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,16 +75,26 @@ class Rollouts:
     ended_N: np.ndarray  # bool: by EOS; otherwise cut off by the budget
     log_prob_NT: np.ndarray  # float32, 0 past the response
     behaviour_log_prob_NT: np.ndarray
-    drafted_NT: np.ndarray  # bool
+    source_NT: np.ndarray  # int8: 1 + index of drafts.SOURCES where the token was drafted; else 0
     forwards_N: np.ndarray  # int32 row-forwards
     proposed_N: np.ndarray
     accepted_N: np.ndarray
-    iterations: int  # of the device loop, over all turns
+    tally: Tally | None  # of the drafts; None where drafting was off
+    chunks: tuple[Chunk, ...]
     seconds: float  # wall time, compilation excluded where shapes were already compiled
 
     def response(self, n: int) -> np.ndarray:
         start = self.prompt_length_N[n]
         return self.tokens_NS[n, start : start + self.response_length_N[n]]
+
+    @property
+    def drafted_NT(self) -> np.ndarray:
+        """bool: the token came from an accepted draft."""
+        return self.source_NT > 0
+
+    @property
+    def iterations(self) -> int:
+        return sum(c.iterations for c in self.chunks)
 
     @property
     def generated(self) -> int:
@@ -148,114 +111,28 @@ class Rollouts:
         return float(self.accepted_N.sum() / max(1, self.proposed_N.sum()))
 
 
-def iterate(
-    params: dict,
-    model: DecoderConfig,
-    config: EngineConfig,
-    k: int,
-    history: HistoryBlock | None,
-    state: RolloutState,
-) -> RolloutState:
-    """One iteration: draft, forward, sample, commit. Finished rows are left as they are."""
-    remaining_B = state.budget_B - (state.length_B - state.prompt_length_B)
-    with jax.named_scope("draft"):
-        draft = _draft(config, k, history, state, remaining_B)
-    last_B1 = jnp.take_along_axis(state.tokens_BS, state.length_B[:, None] - 1, axis=1)
-    with jax.named_scope("forward"):
-        fed_BK = jnp.concatenate([last_B1, jnp.maximum(draft.tokens_BJ, 0)], axis=1)
-        positions_BK = state.length_B[:, None] - 1 + jnp.arange(k)
-        hidden_BKD, cache = decoder.forward(params, model, fed_BK, positions_BK, state.cache)
-        logits_BKV = decoder.logits(params, model, hidden_BKD)
-    with jax.named_scope("sample"):
-        slot_BK = (state.length_B - state.prompt_length_B)[:, None] + jnp.arange(k)
-        keys_BK2 = noise.position_keys(state.key_B2, slot_BK)
-        sampled_BK, log_prob_BK, behaviour_log_prob_BK = draw(logits_BKV, keys_BK2, config.sampling)
-    with jax.named_scope("commit"):
-        verdict = verify(draft.tokens_BJ, draft.length_B, sampled_BK, remaining_B, state.active_B, config.eos_ids)
-        committed_BK = jnp.arange(k) < verdict.commit_B[:, None]
-
-        def write(buffer, index_BK, values_BK):
-            # What is not committed is sent past the end of the buffer and dropped there.
-            rows_B1 = jnp.arange(buffer.shape[0])[:, None]
-            index_BK = jnp.where(committed_BK, index_BK, buffer.shape[1])
-            return buffer.at[rows_B1, index_BK].set(values_BK, mode="drop")
-
-        return state.replace(
-            tokens_BS=write(state.tokens_BS, positions_BK + 1, sampled_BK),
-            length_B=state.length_B + verdict.commit_B,
-            active_B=state.active_B & ~verdict.ended_B & ~verdict.exhausted_B,
-            ended_B=state.ended_B | verdict.ended_B,
-            log_prob_BT=write(state.log_prob_BT, slot_BK, log_prob_BK),
-            behaviour_log_prob_BT=write(state.behaviour_log_prob_BT, slot_BK, behaviour_log_prob_BK),
-            drafted_BT=write(state.drafted_BT, slot_BK, jnp.arange(k) < verdict.accepted_B[:, None]),
-            forwards_B=state.forwards_B + state.active_B,
-            proposed_B=state.proposed_B + jnp.where(state.active_B, draft.length_B, 0),
-            accepted_B=state.accepted_B + verdict.accepted_B,
-            cache=cache,
-        )
-
-
-def _draft(config: EngineConfig, k: int, history: HistoryBlock | None, state: RolloutState, remaining_B) -> Draft:
-    if k == 1 or history is None:
-        zeros_B = jnp.zeros_like(state.length_B)
-        return Draft(jnp.zeros((zeros_B.shape[0], k - 1), jnp.int32), zeros_B, zeros_B)
-    draft = draft_from_history(
-        history,
-        state.group_B,
-        state.tokens_BS,
-        state.length_B,
-        state.prompt_length_B,
-        k - 1,
-        min_match=config.min_match,
-        min_prob=config.min_prob,
-    )
-    # The last token of the budget is the sampled one, so at most remaining - 1 drafts can be used.
-    return draft.replace(length_B=jnp.minimum(draft.length_B, remaining_B - 1))
-
-
-def prefill(
-    params: dict, model: DecoderConfig, prompt_UP: jax.Array, prompt_of_row_B: jax.Array, positions: int
-) -> decoder.Cache:
-    """The cache of a batch at its start: each of U prompts is run once, and its rows get copies.
-
-    Slots at or past a prompt's last token hold whatever its padding gave: the first iteration feeds the last prompt
-    token again, and later ones overwrite the rest before anything attends to it.
-
-    Args:
-      prompt_UP: int32 padded prompts.
-      prompt_of_row_B: int32, which of them each row continues.
-      positions: S, slots of the cache.
-    """
-    prompts, slots = prompt_UP.shape
-    positions_UP = jnp.broadcast_to(jnp.arange(slots), (prompts, slots))
-    _, cache = decoder.forward(params, model, prompt_UP, positions_UP, decoder.init_cache(model, prompts, slots))
-    grow = ((0, 0), (0, 0), (0, positions - slots), (0, 0))
-    return jax.tree.map(lambda x_UNPh: jnp.pad(x_UNPh[prompt_of_row_B], grow), cache)
-
-
 class RolloutEngine:
     """Makes rollouts on one mesh.
 
-    `compiled` lists the programs that were traced, in order. Their number is bounded: rows are powers of two (rounded
-    up to fill the mesh) and what those shrink to, prompt and response slots double from a minimum, K is one of
-    `draft_buckets`, history blocks are padded by the store.
+    `compiled` lists the programs that were traced, in order. Their number is bounded by the sizes that are declared:
+    rows and what those shrink to, cache slots, K out of `draft_buckets`, prompts and response slots by powers of two,
+    and the shape of the corpus, which is the caller's. `prepare` compiles all that a batch may need, and measures them.
+
+    `acceptance` and `costs` are what K is chosen by. They grow and may be saved; they never change a token.
     """
 
-    def __init__(self, model: DecoderConfig, config: EngineConfig, mesh: Mesh, seed: int):
-        self.model, self.config, self.mesh, self.seed = model, config, mesh, seed
-        self.compiled: list[str] = []
-        self._row_multiple = int(np.prod([mesh.shape[a] for a in BATCH_AXES]))
-        self._by_row = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-        self._replicated = NamedSharding(mesh, PartitionSpec())
-        heads = "tensor" if model.kv_heads % mesh.shape["tensor"] == 0 else None
-        cache = NamedSharding(mesh, PartitionSpec(BATCH_AXES, heads))
-        self._prefill = jax.jit(self._traced_prefill, static_argnames="positions", out_shardings=cache)
-        self._chunk = jax.jit(self._traced_chunk, static_argnames="k", donate_argnames="state")
-        by_row = {f.name: self._by_row for f in dataclasses.fields(RolloutState)}
-        self._gather = jax.jit(
-            self._traced_gather,
-            out_shardings=RolloutState(**{**by_row, "cache": cache}),
-        )
+    def __init__(
+        self, model: DecoderConfig, config: EngineConfig, mesh: Mesh, seed: int, costs: CostTable | None = None
+    ):
+        self.model, self.config, self.seed = model, config, seed
+        self.costs = CostTable(assumed=0.1) if costs is None else costs
+        self.acceptance = Acceptance(config.depths)
+        self.programs = Programs(model, config, mesh)
+
+    @property
+    def compiled(self) -> list[str]:
+        """The programs that were traced, in order."""
+        return self.programs.compiled
 
     def generate(
         self,
@@ -264,103 +141,59 @@ class RolloutEngine:
         history: HistoryBlock | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Rollouts:
-        """Rolls out all requests, `max_rows` at a time.
+        """Rolls out all requests, up to `max_rows` at a time.
 
         Args:
           params: weights in the compute dtype, placed on the engine's mesh.
-          history: earlier responses to draft from; None decodes plainly.
-          progress: called between chunks with (rows finished, rows in all).
+          history: what to draft from beside the live responses; may be empty. None decodes plainly.
+          progress: called between chunks with (requests finished, requests in all).
 
         Raises:
           InputError: a prompt is empty, a budget is below 1, or the two exceed the model's positions.
         """
         self._check(requests, history)
-        # One set of shapes for all turns, so that a last, smaller turn compiles nothing new.
-        rows = self.row_bucket(min(len(requests), self.config.max_rows))
-        prompt_slots = bucket(max(len(r.prompt) for r in requests), self.config.prompt_slots)
-        response_slots = bucket(max(r.budget for r in requests))
-        turns = [requests[first : first + rows] for first in range(0, len(requests), rows)]
-        prompt_rows = self.row_bucket(max(len(_distinct_prompts(batch)) for batch in turns))
-        if history is not None:
-            history = jax.device_put(history, self._replicated)
-        start, parts, iterations = time.monotonic(), [], 0
-        for turn, batch in enumerate(turns):
-            state = self._place(params, batch, rows, prompt_rows, prompt_slots, response_slots)
-            before = turn * rows
-            report = None if progress is None else lambda done, before=before: progress(before + done, len(requests))
-            state, steps = self._decode(params, history, state, report)
-            iterations += steps
-            parts.append(jax.tree.map(operator.itemgetter(slice(len(batch))), state))
-        done = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
-        return Rollouts(
-            tokens_NS=done.tokens_BS,
-            prompt_length_N=done.prompt_length_B,
-            response_length_N=done.length_B - done.prompt_length_B,
-            ended_N=done.ended_B,
-            log_prob_NT=done.log_prob_BT,
-            behaviour_log_prob_NT=done.behaviour_log_prob_BT,
-            drafted_NT=done.drafted_BT,
-            forwards_N=done.forwards_B,
-            proposed_N=done.proposed_B,
-            accepted_N=done.accepted_B,
-            iterations=iterations,
-            seconds=time.monotonic() - start,
-        )
+        start = time.monotonic()
+        return _Session(self, params, requests, history, self._shapes(requests)).run(progress, start)
 
-    def _decode(
-        self, params: dict, history: HistoryBlock | None, state: RolloutState, report: Callable[[int], None] | None
-    ) -> tuple[RolloutState, int]:
-        """Runs chunks until every row is done.
+    def prepare(
+        self,
+        params: dict,
+        requests: Sequence[Request],
+        history: HistoryBlock | None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Compiles the programs that `generate` may need for such a batch, and measures what an iteration of each
+        shape costs where `costs` does not know it.
 
-        When a quarter of the rows is left, those are gathered into a smaller batch: the last, long responses then
-        do not pay for rows that are done.
-
-        Returns:
-          (the final state on the host, without cache, rows in their first order; the number of iterations)
+        Args:
+          history: None for batches that are decoded plainly: there is nothing to choose, so nothing is measured.
+          progress: called with (shapes done, shapes in all).
         """
-        waiting, iterations = int(state.active_B.sum()), 0
-        buckets, limit = [1], self.config.chunk
-        if history is not None:
-            buckets, limit = sorted(self.config.draft_buckets), min(PROBE, limit)
-        origin_B = np.arange(len(state.active_B))  # where each row of the current batch stood at first
-        finished = None
-        while True:
-            smaller = self._smaller_batch(len(origin_B))
-            k = buckets[-1]
-            before = _totals(state) if k > 1 else None  # K = 1 has nothing to decide
-            state, steps = self._chunk(params, history if k > 1 else None, state, limit, smaller, k=k)
-            iterations += int(steps)
-            active_B = np.asarray(state.active_B)
-            active = int(active_B.sum())
-            if report is not None:
-                report(waiting - active)
-            # Decided by the tokens alone, never by a clock, so that a repeated run decides alike.
-            if k > 1 and not self.config.worth_drafting(k, float(np.divide(*(_totals(state) - before)))):
-                buckets.pop()
-            limit = self.config.chunk
-            if active > smaller:
-                continue
-            fetched = jax.device_get(state.replace(cache=()))
-            if finished is None:
-                finished = jax.tree.map(np.array, fetched)
-            else:
-                jax.tree.map(lambda whole, part, to=origin_B: whole.__setitem__(to, part), finished, fetched)
-            if active == 0:
-                return finished, iterations
-            while active <= self._smaller_batch(smaller):
-                smaller = self._smaller_batch(smaller)
-            # Active rows first, then as many others as fill the batch.
-            index_B = np.argsort(~active_B, kind="stable")[:smaller]
-            state, origin_B = self._gather(state, index_B), origin_B[index_B]
+        self._check(requests, history)
+        shapes = self._shapes(requests)
+        session = _Session(self, params, requests, history, shapes)
+        costs = self.costs if len(self.costs) else CostTable()
+        session.refill()
+        for number, (rows, slots) in enumerate(shapes.batches):
+            if rows < shapes.rows[0]:
+                session.shrink(rows)
+            session.grow(slots)
+            if session.waiting and rows == shapes.rows[0]:
+                session.compile_refills()
+            for smaller in (r for r in shapes.rows if r < rows):  # all ways to shrink are compiled, one is gone
+                self.programs.gather(session.state, np.arange(smaller), shapes.positions)
+            session.measure(costs)
+            if progress is not None:
+                progress(number + 1, len(shapes.batches))
+        if len(costs):
+            self.costs = costs
 
-    def _smaller_batch(self, rows: int) -> int:
-        """The number of rows to go on with once no more are active; 0 where the batch is not shrunk."""
-        smaller = -(-rows // (COMPACT * self._row_multiple)) * self._row_multiple
-        return smaller if FEWEST_ROWS <= smaller < rows else 0
-
-    def row_bucket(self, rows: int) -> int:
-        """The padded number of rows: a power of two, rounded up to fill the mesh."""
-        return -(-bucket(rows, minimum=1) // self._row_multiple) * self._row_multiple
+    def _shapes(self, requests: Sequence[Request]) -> Shapes:
+        return self.programs.shapes(
+            [_prompt_bytes(r) for r in requests],
+            longest_prompt=max(len(r.prompt) for r in requests),
+            longest_response=max(r.budget for r in requests),
+        )
 
     def _check(self, requests: Sequence[Request], history: HistoryBlock | None) -> None:
         if not requests:
@@ -379,96 +212,345 @@ class RolloutEngine:
                     f"{self.model.max_positions} positions"
                 )
 
-    def _place(
-        self,
-        params: dict,
-        requests: Sequence[Request],
-        rows: int,
-        prompt_rows: int,
-        prompt_slots: int,
-        response_slots: int,
-    ) -> RolloutState:
-        """The initial state of a batch, prompts prefilled, padded with rows that are never active."""
-        n, positions = len(requests), prompt_slots + response_slots
-        tokens_BS = np.zeros((rows, positions), np.int32)
-        prompt_length_B = np.ones(rows, np.int32)
-        budget_B, sample_B, step_B, group_B = (np.ones(rows, np.int32), *np.zeros((3, rows), np.int32))
-        for b, r in enumerate(requests):
+
+class _Session:
+    """One call of `RolloutEngine.generate`: the batch on the device, and what the host knows of it."""
+
+    def __init__(self, engine: RolloutEngine, params, requests, history: HistoryBlock | None, shapes: Shapes):
+        self.engine, self.programs, self.config = engine, engine.programs, engine.config
+        self.params, self.shapes = params, shapes
+        self.requests, self.history = requests, history
+        self.waiting = collections.deque(range(len(requests)))
+        self.corpus, self.tally = None, None
+        rows, slots = shapes.rows[0], shapes.slots[0]
+        self.owner_B = np.full(rows, -1)  # the request that each row decodes, or decoded and was not yet collected
+        # Copies of what the device holds, as of the last look.
+        self.active_B = np.zeros(rows, bool)
+        self.length_B, self.forwards_B = np.ones(rows, np.int32), np.zeros(rows, np.int32)
+        self.state = jax.device_put(self._rows({}), self.programs.by_row).replace(
+            cache=self.programs.empty(rows, slots)
+        )
+        self.done: dict[str, np.ndarray] = {}
+        self.chunks: list[Chunk] = []
+        if history is not None and self.config.drafts:
+            self._place_corpus()
+            self.tally = Tally.zeros(self.config.depths)
+
+    def run(self, progress: Callable[[int, int], None] | None, start: float) -> Rollouts:
+        self.refill()
+        k, limit, mix = 0, 0, None
+        while self.active_B.any():
+            drafted = None
+            if self.corpus is None:
+                k, limit = 1, self.config.chunk
+            else:
+                if mix is None:
+                    mix, drafted = self.peek()
+                before, k = k, self.choose(mix)
+                limit = 2 * limit if k == before else FIRST_CHUNK if k > 1 else FIRST_QUIET
+                limit = min(limit, self.config.chunk)
+            self.make_room(k)
+            from_B = self.length_B
+            tally = self.decode(k, limit)
+            mix = None
+            if tally is not None:
+                self.tally += tally
+                self.engine.acceptance.add(tally)
+                mix = tally.mix
+            elif drafted is not None:
+                # The drafts that were not verified are compared with what was decoded, which tells as much.
+                self.engine.acceptance.add(
+                    jax.device_get(self.programs.judge(drafted, from_B, self.state.replace(cache=())))
+                )
+            if progress is not None:
+                left = len(self.waiting) + int(self.active_B.sum())
+                progress(len(self.requests) - left, len(self.requests))
+            self.refill()
+            self.compact()
+        self.collect()
+        return self.result(time.monotonic() - start)
+
+    # --- the batch on the device --------------------------------------------------------------------------------
+
+    def refill(self) -> None:
+        """Gives free rows to waiting requests, if there are enough of both to be worth a prefill."""
+        free = len(self.active_B) - int(self.active_B.sum())
+        if not self.waiting or free < self._refill_rows():
+            return
+        self.collect()
+        taken, prompts = {}, {}
+        for row in np.flatnonzero(~self.active_B):
+            if not self.waiting:
+                break
+            key = _prompt_bytes(self.requests[self.waiting[0]])
+            if key not in prompts and len(prompts) == self.shapes.prompts[-1]:
+                break
+            prompts.setdefault(key, len(prompts))
+            taken[int(row)] = self.waiting.popleft()
+        padded = min(u for u in self.shapes.prompts if u >= len(prompts))
+        prompt_UP = np.zeros((padded, self.shapes.prompt_slots), np.int32)
+        prompt_of_row_B = np.full(len(self.active_B), -1, np.int32)
+        for row, n in taken.items():
+            request = self.requests[n]
+            u = prompt_of_row_B[row] = prompts[_prompt_bytes(request)]
+            prompt_UP[u, : len(request.prompt)] = request.prompt
+            self.owner_B[row], self.active_B[row] = n, True
+            self.length_B[row], self.forwards_B[row] = len(request.prompt), 0
+        place = functools.partial(jax.device_put, device=self.programs.by_row)
+        cache = self.programs.prefill(self.params, place(prompt_UP))
+        new = place(self._rows(taken))
+        self.state = self.programs.insert(self.state, new, place(prompt_of_row_B), cache)
+
+    def compile_refills(self) -> None:
+        """Compiles what a refill needs, for any number of prompts; gives no row away."""
+        place = functools.partial(jax.device_put, device=self.programs.by_row)
+        nowhere_B = np.full(len(self.active_B), -1, np.int32)
+        for prompts in self.shapes.prompts:
+            cache = self.programs.prefill(self.params, place(np.zeros((prompts, self.shapes.prompt_slots), np.int32)))
+            self.state = self.programs.insert(self.state, place(self._rows({})), place(nowhere_B), cache)
+
+    def _refill_rows(self) -> int:
+        """How many rows must be free before they are given away."""
+        return max(1, len(self.active_B) // REFILL)
+
+    def _rows(self, taken: dict[int, int]) -> RowState:
+        """The first state of the rows that are given to requests (by number), without cache, on the host; other rows
+        are padding, never active.
+        """
+        rows, shapes = len(self.active_B), self.shapes
+        tokens_BS = np.zeros((rows, shapes.positions), np.int32)
+        prompt_length_B, budget_B = np.ones((2, rows), np.int32)
+        sample_B, group_B, live_B = np.zeros((3, rows), np.int32)
+        own_B, expected_B = np.full(rows, -1, np.int32), np.zeros(rows, np.float32)
+        word_B, prompt_B2 = np.zeros(rows, np.uint32), np.zeros((rows, 2), np.uint32)
+        for b, n in taken.items():
+            r = self.requests[n]
             tokens_BS[b, : len(r.prompt)] = r.prompt
-            prompt_length_B[b], budget_B[b] = len(r.prompt), r.budget
-            sample_B[b], step_B[b], group_B[b] = r.sample, r.step, r.group
-        words_B2 = np.zeros((rows, 2), np.uint32)
-        words_B2[:n] = noise.prompt_words([r.prompt_id for r in requests])
-        zeros_B, zeros_BT = np.zeros(rows, np.int32), np.zeros((rows, response_slots), np.float32)
-        state = RolloutState(
+            prompt_length_B[b], budget_B[b], expected_B[b] = len(r.prompt), r.budget, r.expected_length
+            sample_B[b], word_B[b] = r.sample, r.noise
+            if self.corpus is not None:
+                group_B[b], live_B[b] = r.group, self.live_texts[n]
+        if self.corpus is not None and "history" in self.config.rules.sources:
+            own_B = self.history.own_responses(group_B, sample_B, word_B.astype(np.int64))
+        if taken:
+            prompt_B2[list(taken)] = noise.prompt_words([self.requests[n].prompt_id for n in taken.values()])
+        zeros_B, zeros_BT = np.zeros(rows, np.int32), np.zeros((rows, shapes.response_slots), np.float32)
+        return RowState(
             tokens_BS=tokens_BS,
             length_B=prompt_length_B,
             prompt_length_B=prompt_length_B,
             budget_B=budget_B,
-            active_B=np.arange(rows) < n,
+            expected_B=expected_B,
+            active_B=np.isin(np.arange(rows), list(taken)),
             ended_B=np.zeros(rows, bool),
-            key_B2=np.asarray(noise.row_keys(self.seed, step_B, words_B2, sample_B)),
-            group_B=group_B,
+            key_B2=np.asarray(noise.row_keys(self.engine.seed, word_B, prompt_B2, sample_B)),
+            reader=Reader(group_B, live_B, own_B, zeros_B),
+            window_B=np.full(rows, FIRST_WINDOW, np.int32),
             log_prob_BT=zeros_BT,
             behaviour_log_prob_BT=zeros_BT,
-            drafted_BT=zeros_BT.astype(bool),
+            source_BT=zeros_BT.astype(np.int8),
             forwards_B=zeros_B,
             proposed_B=zeros_B,
             accepted_B=zeros_B,
             cache=(),
         )
-        state = jax.device_put(state, self._by_row)
-        return state.replace(
-            cache=self._prefill(
-                params, *self._prompts(requests, rows, (prompt_rows, prompt_slots)), positions=positions
-            )
+
+    def _place_corpus(self) -> None:
+        """The corpus on the device. Each request has a live text of its own among those of its group."""
+        prompts = [np.zeros(0, np.int32)] * len(self.history.tokens_GRP)
+        samples = collections.Counter()
+        self.live_texts: list[int] = []  # of each request
+        for r in self.requests:
+            prompts[r.group] = r.prompt
+            self.live_texts.append(self.history.tokens_GRP.shape[1] + samples[r.group])
+            samples[r.group] += 1
+        corpus = make_corpus(self.history, prompts, max(samples.values()), self.config.rules)
+        self.corpus = jax.device_put(corpus, self.programs.everywhere)
+
+    def make_room(self, k: int) -> None:
+        """Gives the cache slots for another iteration of all rows."""
+        longest = self.length_B[self.active_B].max(initial=0)
+        fitting = [s for s in self.shapes.slots if s >= self.slots and longest <= self._longest(s, k)]
+        self.grow(fitting[0])
+
+    def _longest(self, slots: int, k: int) -> int:
+        """The longest that an active row may be for an iteration in a cache of this size. In the largest, writes past
+        the end are of drafts that the budget cuts off; they are dropped.
+        """
+        return slots if slots == self.shapes.positions else slots - k + 1
+
+    @property
+    def slots(self) -> int:
+        return self.state.cache[0][0].shape[2]
+
+    def grow(self, slots: int) -> None:
+        if slots > self.slots:
+            self.state = self.state.replace(cache=self.programs.grow(self.state.cache, slots))
+
+    def compact(self) -> None:
+        """Shrinks the batch when few rows are left and no request waits: the last, long responses then do not pay for
+        rows that are done.
+        """
+        active = int(self.active_B.sum())
+        fitting = [rows for rows in self.shapes.rows if active <= rows < len(self.active_B)]
+        if active and fitting and not self.waiting:
+            self.collect()
+            self.shrink(fitting[-1])
+
+    def shrink(self, rows: int) -> None:
+        """Goes on with so many rows. They get the whole cache, so that a smaller batch has one shape."""
+        index_B = np.argsort(~self.active_B, kind="stable")[:rows]  # active rows first
+        self.state = self.programs.gather(self.state, index_B, self.shapes.positions)
+        for name in ("owner_B", "active_B", "length_B", "forwards_B"):
+            setattr(self, name, getattr(self, name)[index_B])
+
+    def decode(self, k: int, limit: int) -> Tally | None:
+        """Runs a chunk."""
+        rows = len(self.active_B)
+        smaller = [r for r in self.shapes.rows if r < rows]
+        stop_at = rows - self._refill_rows() if self.waiting else max(smaller, default=0)
+        if int(self.active_B.sum()) <= stop_at:  # a refill was cut short: go on with what there is
+            stop_at = 0
+        before = self.length_B, self.forwards_B
+        corpus, self.state, tally, steps = self.programs.chunk(
+            self.params,
+            self.beliefs() if k > 1 else None,
+            self.corpus if k > 1 else None,
+            self.state,
+            limit,
+            stop_at,
+            self._longest(self.slots, k),
+            k=k,
+        )
+        if k > 1:
+            self.corpus = corpus
+        fetched = (self.state.active_B, self.state.length_B, self.state.forwards_B, steps, tally)
+        # Copies: what device_get gives may be a view of a buffer that the next chunk overwrites.
+        fetched = jax.tree.map(np.array, jax.device_get(fetched))
+        self.active_B, self.length_B, self.forwards_B, steps, tally = fetched
+        tokens, forwards = (int((x - y).sum()) for x, y in zip((self.length_B, self.forwards_B), before, strict=True))
+        self.chunks.append(Chunk(rows, self.slots, k, int(steps), forwards, tokens))
+        return tally
+
+    # --- how much to draft --------------------------------------------------------------------------------------
+
+    def peek(self) -> tuple[Mix, Draft]:
+        """Which drafts there would be now."""
+        self.corpus, mix, drafted = self.programs.peek(self.beliefs(), self.corpus, self.state.replace(cache=()))
+        return jax.device_get(mix), drafted
+
+    def beliefs(self) -> Beliefs:
+        return self.engine.acceptance.beliefs(LEAST_CHANCE, windows=self.config.window == "marginal")
+
+    def choose(self, mix: Mix) -> int:
+        engine, rows = self.engine, len(self.active_B)
+        return choose_bucket(engine.acceptance, engine.costs, mix, rows, self.slots, self.config.draft_buckets)
+
+    def measure(self, costs: CostTable) -> None:
+        """Compiles an iteration of the present shape for each K, and times it where the cost is not known.
+
+        The rows go on decoding whatever comes, also when they are done: the arithmetic is the same. Only a session
+        that makes no rollouts may do this.
+        """
+        rows = len(self.active_B)
+        draft_seconds = self._time_drafting() if self.corpus is not None else 0.0
+        for k in sorted(self.config.draft_buckets) if self.corpus is not None else (1,):
+            self._iterations(1, k)  # compiles
+            if self.corpus is not None and (rows, self.slots, k) not in costs.costs:
+                first = _time(lambda k=k: self._iterations(1, k), repeats=1)
+                n = int(np.clip(TIMED_SECONDS / first, 1, self.config.chunk))
+                seconds = _time(lambda k=k, n=n: self._iterations(n, k)) / n
+                draft = draft_seconds if k > 1 else 0.0
+                costs.add(Cost(rows, self.slots, k, seconds, draft, self._time_sampling(k)))
+
+    def _iterations(self, count: int, k: int) -> None:
+        drafting = k > 1
+        corpus, self.state, _, steps = self.programs.chunk(
+            self.params,
+            self.beliefs() if drafting else None,
+            self.corpus if drafting else None,
+            self.state,
+            count,
+            -1,
+            2**30,
+            k=k,
+        )
+        if drafting:
+            self.corpus = corpus
+        steps.block_until_ready()
+
+    def _time_drafting(self) -> float:
+        def look() -> None:
+            mix, drafted = self.peek()
+            jax.block_until_ready((mix, drafted))
+
+        _, drafted = self.peek()  # compiles
+        self.programs.judge(drafted, self.length_B, self.state.replace(cache=()))
+        return _time(look)
+
+    def _time_sampling(self, k: int) -> float:
+        rows = len(self.active_B)
+        logits_BKV = jnp.zeros((rows, k, self.engine.model.vocab_size), jnp.float32)
+        keys_BK2 = jnp.zeros((rows, k, 2), jnp.uint32)
+        jax.block_until_ready(self.programs.draw(logits_BKV, keys_BK2))  # compiles
+        return _time(lambda: jax.block_until_ready(self.programs.draw(logits_BKV, keys_BK2)))
+
+    # --- what comes out -----------------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Fetches the rows that are done and were not collected yet."""
+        rows_B = np.flatnonzero((self.owner_B >= 0) & ~self.active_B)
+        if rows_B.size == 0:
+            return
+        s = self.state
+        fetched = jax.device_get(
+            {
+                "tokens": s.tokens_BS,
+                "prompt_length": s.prompt_length_B,
+                "length": s.length_B,
+                "ended": s.ended_B,
+                "log_prob": s.log_prob_BT,
+                "behaviour_log_prob": s.behaviour_log_prob_BT,
+                "source": s.source_BT,
+                "forwards": s.forwards_B,
+                "proposed": s.proposed_B,
+                "accepted": s.accepted_B,
+            }
+        )
+        for name, x in fetched.items():
+            if name not in self.done:
+                self.done[name] = np.zeros((len(self.requests), *x.shape[1:]), x.dtype)
+            self.done[name][self.owner_B[rows_B]] = x[rows_B]
+        self.owner_B[rows_B] = -1
+
+    def result(self, seconds: float) -> Rollouts:
+        d = self.done
+        return Rollouts(
+            tokens_NS=d["tokens"],
+            prompt_length_N=d["prompt_length"],
+            response_length_N=d["length"] - d["prompt_length"],
+            ended_N=d["ended"],
+            log_prob_NT=d["log_prob"],
+            behaviour_log_prob_NT=d["behaviour_log_prob"],
+            source_NT=d["source"],
+            forwards_N=d["forwards"],
+            proposed_N=d["proposed"],
+            accepted_N=d["accepted"],
+            tally=self.tally,
+            chunks=tuple(self.chunks),
+            seconds=seconds,
         )
 
-    def _prompts(self, requests: Sequence[Request], rows: int, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-        """The distinct prompts of a batch, padded to a shape, and which of them each row continues."""
-        index = _distinct_prompts(requests)
-        prompt_UP, prompt_of_row_B = np.zeros(shape, np.int32), np.zeros(rows, np.int32)
-        for b, r in enumerate(requests):
-            u = prompt_of_row_B[b] = index[_prompt_bytes(r)]
-            prompt_UP[u, : len(r.prompt)] = r.prompt
-        return jax.device_put((prompt_UP, prompt_of_row_B), self._by_row)
 
-    def _traced_prefill(self, params, prompt_UP, prompt_of_row_B, positions: int) -> decoder.Cache:
-        self.compiled.append(f"prefill {'x'.join(map(str, prompt_UP.shape))} for {len(prompt_of_row_B)} rows")
-        return prefill(params, self.model, prompt_UP, prompt_of_row_B, positions)
-
-    def _traced_gather(self, state: RolloutState, index_B) -> RolloutState:
-        self.compiled.append(f"shrink {len(state.active_B)} to {len(index_B)} rows")
-        return jax.tree.map(lambda x: x[index_B], state)
-
-    def _traced_chunk(
-        self, params, history, state: RolloutState, limit, smaller, k: int
-    ) -> tuple[RolloutState, jax.Array]:
-        """Iterates until `limit` iterations are done or at most `smaller` rows are active."""
-        shape = "" if history is None else f" history {'x'.join(map(str, history.tokens_GRP.shape))}"
-        self.compiled.append(f"decode {'x'.join(map(str, state.tokens_BS.shape))} K={k}{shape}")
-
-        def keep_going(carry):
-            state, steps = carry
-            return (steps < limit) & (jnp.sum(state.active_B) > smaller)
-
-        def step(carry):
-            state, steps = carry
-            return iterate(params, self.model, self.config, k, history, state), steps + 1
-
-        return jax.lax.while_loop(keep_going, step, (state, jnp.int32(0)))
-
-
-def _totals(state: RolloutState) -> np.ndarray:
-    """[response tokens, row-forwards] so far, over all rows."""
-    length_B, prompt_B, forwards_B = jax.device_get((state.length_B, state.prompt_length_B, state.forwards_B))
-    return np.array([(length_B - prompt_B).sum(), forwards_B.sum()], np.int64)
+def _time(work: Callable[[], object], repeats: int = 5) -> float:
+    """Least seconds of a few calls: what disturbs a machine only ever adds."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def _prompt_bytes(request: Request) -> bytes:
     return np.asarray(request.prompt, np.int32).tobytes()
-
-
-def _distinct_prompts(requests: Sequence[Request]) -> dict[bytes, int]:
-    """Numbers the different prompts of some requests, in order."""
-    return {prompt: u for u, prompt in enumerate(dict.fromkeys(map(_prompt_bytes, requests)))}

@@ -68,6 +68,7 @@ def draw(logits: jax.Array, keys: jax.Array, params: SamplingParams) -> tuple[ja
     # The most likely token has weight 1, so the winner's speed is positive, and no token of weight 0 ever wins.
     token = _argmax(kept / exponentials(keys, kept.shape[-1]))
     log_weight = jnp.take_along_axis(scaled, token[..., None], axis=-1)[..., 0] - jnp.max(scaled, axis=-1)
+    log_weight = jnp.minimum(log_weight, 0.0)  # the two terms are computed apart, and large logits may round apart
     behaviour_log_prob = log_weight - jnp.log(jnp.sum(kept, axis=-1))
     log_prob = log_weight - jnp.log(jnp.sum(weights, axis=-1)) if params.filters else behaviour_log_prob
     return token, log_prob, behaviour_log_prob

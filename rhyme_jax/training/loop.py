@@ -11,20 +11,24 @@ A run starts from the first of these that exists: (1) the newest checkpoint of i
 
 import dataclasses
 import math
+import pathlib
 import time
 
 import ml_collections
 import numpy as np
 
-from rhyme_jax.errors import InputError
-from rhyme_jax.files import write_json
+from rhyme_jax.errors import InputError, one_line
+from rhyme_jax.files import read_json, write_json
 from rhyme_jax.grpo.advantages import group_advantages
 from rhyme_jax.grpo.learner import Batch, Learner, LearnerState
 from rhyme_jax.histopipe.plan import equal_split
 from rhyme_jax.history.store import HistoryStore, Response, prompt_id
+from rhyme_jax.histospec import noise
+from rhyme_jax.histospec.budget import CostTable
 from rhyme_jax.histospec.drafts import HistoryBlock
 from rhyme_jax.histospec.engine import Request, RolloutEngine, Rollouts
 from rhyme_jax.histospec.sampling import GREEDY
+from rhyme_jax.histospec.telemetry import EpochCounts, draft_metrics, predicted
 from rhyme_jax.models.load import load_model
 from rhyme_jax.models.params import make_mesh
 from rhyme_jax.tasks.problems import Problem, load_problems
@@ -59,6 +63,9 @@ class Progress:
     first_eval: dict = dataclasses.field(default_factory=dict)  # accuracies of the initial weights
     last_eval: dict = dataclasses.field(default_factory=dict)  # the newest, with its `step`
     comparison: dict = dataclasses.field(default_factory=dict)  # of the last step with plain decoding
+    costs: dict = dataclasses.field(default_factory=dict)  # the cost table: a resumed run chooses K alike
+    acceptance: dict = dataclasses.field(default_factory=dict)  # what drafts have yielded so far
+    epoch_counts: dict = dataclasses.field(default_factory=lambda: dataclasses.asdict(EpochCounts()))
 
 
 class Trainer:
@@ -67,7 +74,7 @@ class Trainer:
     def __init__(self, config: ml_collections.ConfigDict, workdir: str, console: Console, devices=None):
         self.settings = s = Settings.from_config(config)
         self.console = console
-        mesh = make_mesh(s.mesh.data, s.mesh.fsdp, s.mesh.tensor, devices)
+        self.mesh = mesh = make_mesh(s.mesh.data, s.mesh.fsdp, s.mesh.tensor, devices)
         train, evaluation = load_problems(s.task)
         self.stream = PromptStream(len(train), s.rollout.prompts_per_step, s.seed)
         self.history = HistoryStore(s.history.depth, s.history.max_tokens)
@@ -90,12 +97,21 @@ class Trainer:
         self.engine = RolloutEngine(self.model, s.engine(s.rollout.sampling(), eos, prompt_slots=longest), mesh, s.seed)
         self.greedy = RolloutEngine(self.model, s.engine(GREEDY, eos, prompt_slots=longest), mesh, s.seed)
 
+        costs = None if s.draft.costs == "measured" else _read_costs("draft.costs", s.draft.costs)
+
         # Last, so that refused input leaves nothing behind.
         self.workdir = Workdir(workdir)
         self.workdir.prepare(config)
         self.checkpoints = Checkpoints(self.workdir.checkpoints, s.checkpoint.keep)
         self.progress = Progress()
         self.state = self._start(loaded.params)
+        if self.progress.costs:
+            costs = CostTable.from_json(self.progress.costs)
+        elif costs is None and self.workdir.cost_table.exists():
+            costs = _read_costs("--workdir", self.workdir.cost_table)
+        self.costs_known = costs is not None
+        if costs is not None:
+            self.engine.costs = costs
         self.reference = None
         if s.grpo.kl_coef > 0:
             self.reference = self.learner.place_params(loaded.params)
@@ -108,9 +124,12 @@ class Trainer:
         if first < self.settings.steps:
             self.workdir.result.unlink(missing_ok=True)  # of a run that is being prolonged
         if first == 0:
+            if not self.costs_known:
+                self.measure_costs()
+            write_json(self.workdir.cost_table, self.engine.costs.to_json())
             self._first_evaluation()
         while self.progress.steps < self.settings.steps:
-            metrics = self._step()
+            metrics = self.step()
             self.progress.seconds = earlier + time.monotonic() - start
             self._checkpoint_if_due()
             done = self.progress.steps - first
@@ -130,18 +149,12 @@ class Trainer:
 
     # --- one step -----------------------------------------------------------------------------------------------
 
-    def _step(self) -> dict:
+    def step(self) -> dict:
+        """One training step; returns its metrics."""
         s, watch = self.settings, Stopwatch()
-        step, epoch = self.progress.steps, self.stream.progress
+        step, epoch, visit = self.progress.steps, self.stream.progress, self.stream.epoch
         with watch("plan"):
-            prompts = [self.train_prompts[i] for i in self.stream.next()]
-            order = [g for groups in equal_split(len(prompts), slices=1).groups_by_slice for g in groups]
-            requests = [
-                self._request(prompts[g], sample, step, g)
-                for g in order
-                for sample in range(s.rollout.samples_per_prompt)
-            ]
-            history = self.history.query([p.tokens for p in prompts], len(prompts), s.draft.weight)
+            prompts, requests, history = self.plan()
         with watch("weights"):
             weights = self.learner.rollout_params(self.state)
             version = self.progress.updates
@@ -152,7 +165,7 @@ class Trainer:
                 self.progress.comparison = self._compare_with_plain(weights, requests, history, rollouts)
         del weights
         with watch("grade"):
-            texts, rewards = self._grade([prompts[r.group].problem for r in requests], rollouts)
+            texts, rewards = self.grade([prompts[r.group].problem for r in requests], rollouts)
         staleness = self.progress.updates - version
         with watch("update"):
             learned = self._update(rollouts, rewards)
@@ -165,6 +178,9 @@ class Trainer:
             "step": step + 1,
             "epoch": epoch,
             **self._rollout_metrics(rollouts, rewards),
+            **draft_metrics(rollouts),
+            **predicted(rollouts.chunks, self.engine.costs),
+            **self._epoch_metrics(rollouts, ends=self.stream.epoch > visit),
             **{f"learner/{k}": v for k, v in learned.items()},
             "learner/staleness": staleness,
             "history/prompts": len(self.history),
@@ -179,6 +195,18 @@ class Trainer:
         metrics["seconds/rollout_tokens_per_s"] = rollouts.generated / watch.seconds["rollout"]
         self.metrics.write(metrics)
         return metrics
+
+    def plan(self) -> tuple[list[Prompt], list[Request], HistoryBlock]:
+        """The next batch of prompts, the rollouts to make of them, and what those may draft from."""
+        step, visit = self.progress.steps, self.stream.epoch
+        prompts = [self.train_prompts[i] for i in self.stream.next()]
+        order = [g for groups in equal_split(len(prompts), slices=1).groups_by_slice for g in groups]
+        requests = [
+            self._request(prompts[g], sample, self._noise_word(step, visit, sample), g)
+            for g in order
+            for sample in range(self.settings.rollout.samples_per_prompt)
+        ]
+        return prompts, requests, self._history(prompts)
 
     def _update(self, rollouts: Rollouts, rewards: np.ndarray) -> dict[str, float]:
         group = self.settings.rollout.samples_per_prompt
@@ -210,8 +238,9 @@ class Trainer:
     def _remember(self, prompts, requests, rollouts: Rollouts, rewards, version: int) -> None:
         by_group: dict[int, list[Response]] = {}
         for n, request in enumerate(requests):
-            # A copy: a slice would keep the whole batch's array alive.
-            response = Response(rollouts.response(n).copy(), float(rewards[n]), version, request.step)
+            response = Response(
+                rollouts.response(n), float(rewards[n]), version, self.progress.steps, request.sample, request.noise
+            )
             by_group.setdefault(request.group, []).append(response)
         for group, responses in by_group.items():
             self.history.add(prompts[group].tokens, responses)
@@ -231,7 +260,7 @@ class Trainer:
             self.console.line(f"compiled: {', '.join(engine.compiled[compiled:])}")
         return rollouts
 
-    def _grade(self, problems: list[Problem], rollouts: Rollouts) -> tuple[list[str], np.ndarray]:
+    def grade(self, problems: list[Problem], rollouts: Rollouts) -> tuple[list[str], np.ndarray]:
         """The responses as text, and their rewards: float64, NaN where a grade failed."""
         texts = [self.tokenizer.decode(rollouts.response(n)) for n in range(len(problems))]
         return texts, np.array([p.reward(t) for p, t in zip(problems, texts, strict=True)], np.float64)
@@ -254,6 +283,13 @@ class Trainer:
             "rollout/accepted": int(rollouts.accepted_N.sum()),
             "rollout/acceptance": rollouts.acceptance,
         }
+
+    def _epoch_metrics(self, rollouts: Rollouts, ends: bool) -> dict:
+        """Sums over the epoch, at the step that ends it."""
+        counts = EpochCounts(**self.progress.epoch_counts)
+        counts.add(rollouts)
+        self.progress.epoch_counts = dataclasses.asdict(EpochCounts() if ends else counts)
+        return counts.metrics() if ends else {}
 
     def _write_samples(self, prompts, requests, rollouts: Rollouts, texts, rewards, version: int) -> None:
         self.workdir.write_samples(
@@ -278,20 +314,40 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         """Held-out accuracy, greedy and with one sample at the training temperature."""
         weights = self.learner.rollout_params(self.state)
-        requests = [self._request(p, 0, self.progress.steps, g) for g, p in enumerate(self.eval_prompts)]
+        requests = self._eval_requests()
         metrics = {}
         for name, engine in (("greedy", self.greedy), ("sampled", self.engine)):
             rollouts = self._generate(engine, weights, requests)
-            _, rewards = self._grade([p.problem for p in self.eval_prompts], rollouts)
+            _, rewards = self.grade([p.problem for p in self.eval_prompts], rollouts)
             metrics[f"eval/accuracy_{name}"] = float(np.nan_to_num(rewards).mean())
             metrics[f"eval/length_{name}"] = float(rollouts.response_length_N.mean())
         self.progress.last_eval = {"step": self.progress.steps, **metrics}
         return metrics
 
+    def _eval_requests(self) -> list[Request]:
+        word = noise.fresh_word(self.progress.steps)
+        return [self._request(p, 0, word, g) for g, p in enumerate(self.eval_prompts)]
+
+    def measure_costs(self) -> None:
+        """What a decoding iteration costs, for each shape that the run may need; compiles them all."""
+        s = self.settings
+        self.console.line("compiling the decoder and measuring its iterations (kept in cost_table.json)")
+        prompts = self.train_prompts[: s.rollout.prompts_per_step]
+        requests = [
+            self._request(p, i, 0, g) for g, p in enumerate(prompts) for i in range(s.rollout.samples_per_prompt)
+        ]
+
+        def progress(done: int, shapes: int) -> None:
+            self.console.line(f"measured {done} of {shapes} batch shapes, K = {', '.join(map(str, s.draft.buckets))}")
+
+        self.engine.prepare(self.learner.rollout_params(self.state), requests, self._history(prompts), progress)
+
     def _first_evaluation(self) -> None:
         watch = Stopwatch()
         self.console.line("step 0: evaluating the initial weights (the first calls compile)")
         with watch("eval"):
+            for engine in (self.greedy, self.engine):  # all their shapes now, so that no later step compiles
+                engine.prepare(self.learner.rollout_params(self.state), self._eval_requests(), None)
             self.progress.first_eval = self._evaluate()
         metrics = {"step": 0, "epoch": 0.0, **self.progress.first_eval, "seconds/eval": watch.seconds["eval"]}
         self.metrics.write(metrics)
@@ -303,6 +359,7 @@ class Trainer:
         Timed in alternating pairs after both programs are compiled; the ratio is that of the medians.
         """
         self.console.line("repeating the last step's rollouts without drafts, to compare")
+        acceptance = self.engine.acceptance.state()
         plain = self._generate(self.engine, weights, requests)
         identical = compared = 0
         for n in range(len(requests)):
@@ -314,6 +371,7 @@ class Trainer:
         for _ in range(COMPARISONS):
             seconds["drafted"].append(self.engine.generate(weights, requests, history).seconds)
             seconds["plain"].append(self.engine.generate(weights, requests).seconds)
+        self.engine.acceptance.load(acceptance)  # repeats are no new evidence, for a run that is prolonged
         drafted_s, plain_s = np.median(seconds["drafted"]), np.median(seconds["plain"])
         return {
             "identical_tokens": identical,
@@ -349,6 +407,7 @@ class Trainer:
         state, history, loop = self.checkpoints.restore(step, self.learner.abstract_state())
         self.history.load_arrays(history)
         self.progress = Progress(**loop)
+        self.engine.acceptance.load(self.progress.acceptance)
         self.history.evicted_prompts = self.progress.evicted_prompts
         self.stream.seek(self.progress.stream)
         self.console.line(f"resuming {self.workdir.path} after step {step}")
@@ -358,6 +417,8 @@ class Trainer:
         done = self.progress.steps
         if done % self.settings.checkpoint.every == 0 or done == self.settings.steps:
             self.progress.evicted_prompts = self.history.evicted_prompts
+            self.progress.costs = self.engine.costs.to_json()
+            self.progress.acceptance = self.engine.acceptance.state()
             self.checkpoints.save(done, self.state, self.history.to_arrays(), dataclasses.asdict(self.progress))
 
     def _prompt(self, problem: Problem) -> Prompt:
@@ -372,8 +433,30 @@ class Trainer:
             )
         return Prompt(problem, tokens, prompt_id(tokens))
 
-    def _request(self, prompt: Prompt, sample: int, step: int, group: int) -> Request:
-        return Request(prompt.tokens, prompt.id, sample, step, group, self.settings.rollout.max_new_tokens)
+    def _request(self, prompt: Prompt, sample: int, word: int, group: int) -> Request:
+        expected = self.history.mean_length(prompt.tokens) or 0.0
+        budget = self.settings.rollout.max_new_tokens
+        return Request(prompt.tokens, prompt.id, sample, word, group, budget, expected)
+
+    def _noise_word(self, step: int, epoch: int, sample: int) -> int:
+        if self.settings.rollout.noise == "coupled":
+            return noise.coupled_word(epoch, sample, self.settings.noise.refresh_epochs)
+        return noise.fresh_word(step)
+
+    def _history(self, prompts: list[Prompt]) -> HistoryBlock:
+        """Always of the same shape, so that the decoder is compiled for one."""
+        s = self.settings
+        responses = s.history.depth * s.rollout.samples_per_prompt
+        tokens = [p.tokens for p in prompts]
+        return self.history.query(tokens, len(tokens), responses, s.rollout.max_new_tokens, s.draft.vote_weight)
+
+
+def _read_costs(name: str, path) -> CostTable:
+    """The cost table of a file. Raises InputError, with the field's name, where it holds none."""
+    try:
+        return CostTable.from_json(read_json(pathlib.Path(path)))
+    except (InputError, OSError) as e:
+        raise InputError(f"{name}={path}: {one_line(e)}") from e
 
 
 def _eval_text(metrics: dict) -> str:

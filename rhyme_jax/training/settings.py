@@ -15,9 +15,18 @@ from rhyme_jax.errors import InputError
 from rhyme_jax.grpo.learner import OptimizerConfig
 from rhyme_jax.grpo.losses import LossConfig
 from rhyme_jax.history.store import VOTE_WEIGHTS
-from rhyme_jax.histospec.engine import EngineConfig
+from rhyme_jax.histospec import noise
+from rhyme_jax.histospec.budget import WINDOWS
+from rhyme_jax.histospec.drafts import SOURCES, DraftRules
+from rhyme_jax.histospec.iteration import EngineConfig
+from rhyme_jax.histospec.presets import PRESETS
 from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.models.config import DTYPES
+
+
+def _one_of(name: str, value: str, choices) -> None:
+    if value not in choices:
+        raise InputError(f"{name}={value!r}: must be one of {', '.join(choices)}")
 
 
 def _at_least(section: str, settings, minimum: int, *names: str) -> None:
@@ -69,6 +78,7 @@ class Rollout:
     temperature: float
     top_k: int
     top_p: float
+    noise: str
     chunk: int
     max_rows: int
 
@@ -76,6 +86,7 @@ class Rollout:
         _at_least("rollout", self, 1, "prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens")
         if not self.temperature > 0:
             raise InputError(f"rollout.temperature={self.temperature}: training needs a temperature above 0")
+        _one_of("rollout.noise", self.noise, noise.KINDS)
 
     @property
     def rows(self) -> int:
@@ -86,18 +97,56 @@ class Rollout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Draft:
-    buckets: tuple
-    min_match: int
-    min_prob: float
-    weight: str
-    verify_cost: float
+class Noise:
+    refresh_epochs: int
 
     def __post_init__(self):
-        if not 0 <= self.min_prob <= 1:
-            raise InputError(f"draft.min_prob={self.min_prob}: must lie in [0, 1]")
-        if self.weight not in VOTE_WEIGHTS:
-            raise InputError(f"draft.weight={self.weight!r}: must be one of {', '.join(VOTE_WEIGHTS)}")
+        _at_least("noise", self, 0, "refresh_epochs")
+
+
+PRESET = "preset"  # in place of a value: that of draft.preset
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    preset: str
+    buckets: tuple
+    sources: str
+    weight: str
+    window: str
+    by_length: bool
+    min_match: int
+    min_prob: float
+    costs: str
+
+    def __post_init__(self):
+        _one_of("draft.preset", self.preset, PRESETS)
+        if self.min_prob != -1 and not 0 <= self.min_prob <= 1:
+            raise InputError(f"draft.min_prob={self.min_prob}: must lie in [0, 1], or be -1 for the preset's")
+        _one_of("draft.weight", self.weight, (PRESET, *VOTE_WEIGHTS))
+        _one_of("draft.window", self.window, (PRESET, *WINDOWS))
+        for source in [] if self.sources == PRESET else self.sources.split("+"):
+            if source not in SOURCES[:3]:
+                raise InputError(
+                    f"draft.sources={self.sources!r}: no source {source!r}; join {', '.join(SOURCES[:3])} with +, or "
+                    f"say {PRESET!r}"
+                )
+
+    @property
+    def vote_weight(self) -> str:
+        return PRESETS[self.preset].weight if self.weight == PRESET else self.weight
+
+    @property
+    def window_rule(self) -> str:
+        return PRESETS[self.preset].window if self.window == PRESET else self.window
+
+    def rules(self) -> DraftRules:
+        preset = PRESETS[self.preset]
+        return DraftRules(
+            sources=preset.sources if self.sources == PRESET else tuple(self.sources.split("+")),
+            min_match=self.min_match,
+            min_prob=preset.min_prob if self.min_prob < 0 else self.min_prob,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +222,7 @@ class Settings:
     init: Init
     model: Model
     rollout: Rollout
+    noise: Noise
     draft: Draft
     history: History
     grpo: Grpo
@@ -205,9 +255,9 @@ class Settings:
             sampling=sampling,
             eos_ids=eos_ids,
             draft_buckets=self.draft.buckets,
-            min_match=self.draft.min_match,
-            min_prob=self.draft.min_prob,
-            verify_cost=self.draft.verify_cost,
+            rules=self.draft.rules(),
+            window=self.draft.window_rule,
+            by_length=self.draft.by_length,
             chunk=self.rollout.chunk,
             max_rows=self.rollout.max_rows,
             prompt_slots=prompt_slots,

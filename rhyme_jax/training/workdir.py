@@ -4,6 +4,7 @@ config.json            the config, versions and git revision of the first start
 checkpoints/<step>/    see `training.checkpoints`
 metrics.jsonl          one object a step
 samples/step_*.jsonl   the rollouts of each step
+cost_table.json        measured seconds of a decoding iteration by shape
 result.json            written when the run is complete
 lock                   held by the run that is using the directory
 """
@@ -34,6 +35,7 @@ class Workdir:
         self.samples = self.path / "samples"
         self.metrics = self.path / "metrics.jsonl"
         self.result = self.path / "result.json"
+        self.cost_table = self.path / "cost_table.json"
         self.config = self.path / "config.json"
 
     def prepare(self, config: ml_collections.ConfigDict) -> None:

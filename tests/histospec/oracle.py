@@ -107,7 +107,7 @@ def position_keys(seed: int, request: Request) -> np.ndarray:
     """The key words [budget, 2] of a request's response positions."""
     key = noise.row_keys(
         seed,
-        np.array([request.step], np.int32),
+        np.array([request.noise], np.uint32),
         noise.prompt_words([request.prompt_id]),
         np.array([request.sample], np.int32),
     )

@@ -1,267 +1,139 @@
 """The exactness proof: speculative rollouts are those of plain decoding, which are those of a slow oracle; no
-schedule, batch or mesh changes them; and what is recorded about them is right.
+history, company or mesh changes them; and what is recorded about them is right.
 
-Shapes are the same wherever a test allows it (128 rows, prompts of up to 16 tokens, budgets of up to 64), so that
-few programs are compiled.
+`test_tail` is about what the engine does with its batch, `test_choice` about how much it drafts.
 """
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from helpers import SMALL, group_requests, one_device, random_prompts
+from helpers import group_requests, one_device, random_prompts
+from world import (
+    BUDGETS,
+    CONFIGS,
+    EOS,
+    FORETOLD,
+    GROUPS,
+    KIND_N,
+    LONGEST,
+    MODEL,
+    NEAR,
+    PROMPTS,
+    REQUESTS,
+    SAMPLES,
+    SEED,
+    STEP,
+    UNSEEN,
+    accepted_from,
+    as_block,
+    assert_same,
+    by_group,
+    check_records,
+    counting_compilations,
+    coupled,
+    draft_with,
+    engine,
+    make_engine,
+    mixed_history,
+    one_size,
+    params,
+    pick,
+    plain,
+    policy,
+    remembered,
+    speculative,
+)
 
 from rhyme_jax.errors import InputError
-from rhyme_jax.history.store import HistoryStore, Response
-from rhyme_jax.histospec.drafts import MAX_MATCH, SEPARATOR, HistoryBlock
-from rhyme_jax.histospec.engine import PROBE, EngineConfig, Request, RolloutEngine, Rollouts
+from rhyme_jax.histospec.budget import WINDOWS
+from rhyme_jax.histospec.drafts import MAX_MATCH, OWN, SELF, SEPARATOR, SIBLINGS, SOURCES, DraftRules, HistoryBlock
+from rhyme_jax.histospec.engine import EngineConfig, Request, RolloutEngine
+from rhyme_jax.histospec.noise import COUPLED, UNKNOWN_NOISE, coupled_word
 from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.models.params import ROLLOUT_RULES, init_params, make_mesh, param_shardings
 from rhyme_jax.models.scoring import score_responses
 
-SEED, STEP, GROUPS, SAMPLES, LONGEST = 5, 3, 16, 8, 64
-EOS = (2, 0)  # 0 is also the id that pads prompts and responses
-MODEL = dataclasses.replace(SMALL, tie_embeddings=False)
-
-SAMPLINGS = {
-    "T=1": SamplingParams(),
-    "T=0.7": SamplingParams(0.7),
-    "greedy": SamplingParams(0.0),
-    "T=1.3 k=12 p=0.8": SamplingParams(1.3, top_k=12, top_p=0.8),
-}
-K_BUCKETS = (1, 2, 4, 8, 16)
-
-
-class ScheduledEngine(RolloutEngine):
-    """Takes K from `schedule`, chunk by chunk, so that one engine serves for every K."""
-
-    schedule = itertools.repeat(8)
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        chunk = self._chunk
-
-        def scheduled_chunk(params, history, *rest, k):
-            k = 1 if history is None else next(self.schedule)
-            return chunk(params, history if k > 1 else None, *rest, k=k)
-
-        self._chunk = scheduled_chunk
-
-    def _smaller_batch(self, rows):
-        """Shrinks once at most, to save compilations: `test_the_schedule_changes_nothing` shrinks twice."""
-        smaller = super()._smaller_batch(rows)
-        return smaller if smaller >= 32 else 0
-
-
-# --- the world: a policy, prompts, and histories of several kinds ---------------------------------------------
-
-
-def policy(distance=0.0, eos_scale=0.7, model=MODEL) -> dict:
-    """Random weights whose text is neither constant nor uniform: about 1.4 nats a token, and an EOS now and then.
-    `distance` moves every weight by that share of its spread.
-    """
-    params, other = (init_params(model, jax.random.key(seed)) for seed in (0, 1))
-    params = jax.tree.map(lambda x, y: x + distance * jnp.std(x) * y, params, other)
-    return {**params, "head": 3 * params["head"].at[:, np.array(EOS)].multiply(eos_scale)}
-
-
-def make_prompts() -> list[np.ndarray]:
-    prompts = random_prompts(GROUPS, MODEL.vocab_size, seed=0)
-    prompts[0][-1], prompts[1][0], prompts[2][1:3], prompts[3][:] = 0, 2, (0, 2), 0  # EOS and padding ids inside
-    return prompts
-
-
-PROMPTS = make_prompts()
-BUDGETS = np.random.default_rng(1).integers(1, LONGEST + 1, GROUPS * SAMPLES)
-BUDGETS[::SAMPLES] = LONGEST  # the first of each group
-REQUESTS = group_requests(PROMPTS, SAMPLES, STEP, lambda n: int(BUDGETS[n]))
-
-
-@functools.cache
-def params():
-    return policy()
-
-
-@functools.cache
-def engine(name: str) -> ScheduledEngine:
-    config = EngineConfig(SAMPLINGS[name], EOS, draft_buckets=K_BUCKETS, min_prob=0.4, chunk=8, prompt_slots=16)
-    return ScheduledEngine(MODEL, config, one_device(), SEED)
-
-
-@functools.cache
-def plain(name: str) -> Rollouts:
-    """The reference: no history, so K = 1 throughout."""
-    return engine(name).generate(params(), REQUESTS)
-
-
-def speculative(name: str, schedule, requests=REQUESTS, history=None, weights=None) -> Rollouts:
-    engine(name).schedule = itertools.cycle(schedule)
-    return engine(name).generate(weights or params(), requests, history or mixed_history(name))
-
-
-OWN, NEAR, SPOILED, UNSEEN = range(4)
-KIND_N = np.arange(GROUPS * SAMPLES) // SAMPLES % 4  # of each request's history
-
-
-@functools.cache
-def mixed_history(name: str) -> HistoryBlock:
-    """By turns: the very response to come; those of a nearby policy; a response made to mislead at every token;
-    none.
-    """
-    reference = plain(name)
-    # Under the same noise, so that texts part late; greedy texts are the same until the policies differ by more.
-    near = engine(name).generate(policy(distance=0.1 if name == "greedy" else 0.015), REQUESTS)
-    histories = []
-    for g, prompt in enumerate(PROMPTS):
-        first, group = g * SAMPLES, range(g * SAMPLES, (g + 1) * SAMPLES)
-        own = reference.response(first)
-        texts = [[own], [near.response(n) for n in group], [mislead(prompt, own)], []]
-        histories.append(texts[g % 4])
-    return as_block(PROMPTS, histories)
-
-
-def as_block(prompts, histories) -> HistoryBlock:
-    store = HistoryStore(depth=1, max_tokens=10**6)
-    for prompt, texts in zip(prompts, histories, strict=True):
-        store.add(prompt, [Response(np.asarray(t, np.int32), 0.0, 0, 0) for t in texts])
-    return store.query(prompts, len(prompts))
-
-
-def mislead(prompt, response) -> list[int]:
-    """A history in which every context of three tokens of the response is followed by a token that is wrong."""
-    text = [*prompt.tolist(), *response.tolist()]
-    wrong = [(t + 1) % MODEL.vocab_size for t in text]
-    out = [wrong[len(prompt)]]
-    for t in range(len(prompt) + 1, min(len(text), len(prompt) + 16)):
-        out += [*text[t - 3 : t], wrong[t]]
-    return out
-
-
-# --- comparing ------------------------------------------------------------------------------------------------
-
-
-def assert_same(have: Rollouts, want: Rollouts, requests, sampling, weights=None, model=MODEL) -> None:
-    """Token for token, with equal ends and log-probs.
-
-    Logits of another batch shape differ in their last bits, so where the two fastest tokens of a race are within
-    1e-5 of each other, either may win. Such a coin on its edge is looked up in the oracle and is allowed, once in a
-    comparison; any other difference is an error.
-    """
-    edges = 0
-    for n, request in enumerate(requests):
-        a, b = have.response(n), want.response(n)
-        if len(a) == len(b) and (a == b).all():
-            assert have.ended_N[n] == want.ended_N[n]
-            for x, y in (
-                (have.log_prob_NT, want.log_prob_NT),
-                (have.behaviour_log_prob_NT, want.behaviour_log_prob_NT),
-            ):
-                np.testing.assert_allclose(x[n, : len(a)], y[n, : len(a)], atol=1e-4, err_msg=f"rollout {n}")
-            continue
-        shared = min(len(a), len(b))
-        assert (a[:shared] != b[:shared]).any(), f"rollout {n}: {len(a)} tokens, wanted {len(b)}; equal so far"
-        t = int(np.argmax(a[:shared] != b[:shared]))
-        logits = oracle.next_logits(weights or params(), model, [*request.prompt, *a[:t]])
-        near = oracle.near_draws(logits, oracle.position_keys(SEED, request)[t], sampling)
-        assert {int(a[t]), int(b[t])} <= near, f"rollout {n}, position {t}: {a[t]}, wanted {b[t]}"
-        edges += 1
-    assert edges <= 1
-
-
-def check_records(r: Rollouts, requests, most_drafts: int, sampling: SamplingParams) -> None:
-    """What every row records about itself fits together."""
-    n = np.arange(len(requests))
-    length_N, slots = r.response_length_N, np.arange(r.log_prob_NT.shape[1])
-    inside_NT = slots < length_N[:, None]
-    last_N = np.array([r.response(i)[-1] for i in n])
-    last_drafted_N = r.drafted_NT[n, length_N - 1]
-
-    np.testing.assert_array_equal(r.prompt_length_N, [len(q.prompt) for q in requests])
-    for i, q in enumerate(requests):
-        np.testing.assert_array_equal(r.tokens_NS[i, : len(q.prompt)], q.prompt)
-        np.testing.assert_array_equal(r.tokens_NS[i, len(q.prompt) + length_N[i] :], 0)
-        assert not np.isin(r.response(i)[:-1], EOS).any(), "text after an EOS"
-    budget_N = np.array([q.budget for q in requests])
-    assert (length_N >= 1).all() and (length_N <= budget_N).all()
-    np.testing.assert_array_equal(r.ended_N, np.isin(last_N, EOS))
-    assert (r.ended_N | (length_N == budget_N)).all()
-
-    np.testing.assert_array_equal(r.accepted_N, r.drafted_NT.sum(axis=1))
-    assert not (r.drafted_NT & ~inside_NT).any()
-    assert (r.accepted_N <= r.proposed_N).all() and (r.proposed_N <= most_drafts * r.forwards_N).all()
-    # Each forward commits its accepted drafts and one token more, unless an EOS among the drafts ends the row.
-    np.testing.assert_array_equal(length_N, r.forwards_N + r.accepted_N - last_drafted_N)
-    assert (r.ended_N | ~last_drafted_N).all(), "the last token of a budget is never drafted"
-    assert r.iterations >= r.forwards_N.max()
-    assert r.generated == length_N.sum()
-    assert r.acceptance == r.accepted_N.sum() / max(1, r.proposed_N.sum())
-    assert r.tokens_per_row_forward == length_N.sum() / r.forwards_N.sum()
-
-    for x_NT in (r.log_prob_NT, r.behaviour_log_prob_NT):
-        assert x_NT.dtype == np.float32 and np.isfinite(x_NT).all()
-        assert (x_NT[~inside_NT] == 0).all() and (x_NT <= 1e-6).all()
-    assert (r.behaviour_log_prob_NT >= r.log_prob_NT - 1e-6).all()
-    if not sampling.filters:
-        np.testing.assert_array_equal(r.log_prob_NT, r.behaviour_log_prob_NT)
+SAMPLINGS = {name: config.sampling for name, config in CONFIGS.items()}
 
 
 # --- speculative == plain -------------------------------------------------------------------------------------
 
 CASES = [
-    # sampling, K of the chunks
-    ("T=1", [2]),
-    ("T=1", [4]),
-    ("T=1", [8]),
-    ("T=1", [16]),
-    ("T=1", [16, 1, 4, 8, 2]),
-    ("T=0.7", [8]),
-    ("greedy", [4]),
-    ("greedy", [4, 1]),
-    ("T=1.3 k=12 p=0.8", [16]),
+    # engine, K of the chunks, least chance that a draft is made longer for
+    ("T=1", [2], 0.0),
+    ("T=1", [4], 0.0),
+    ("T=1", [8], 0.3),
+    ("T=1", [16], 0.0),
+    ("T=1", [16, 1, 4, 8, 2, 1, 1], 0.1),
+    ("T=0.7", [8], 0.0),
+    ("greedy", [4], 0.0),
+    ("greedy", [4, 1], 0.0),
+    ("T=1.3 k=12 p=0.8", [16], 0.0),
 ]
-FEWEST = 2_500  # tokens compared in each case
-assert len(CASES) * FEWEST > 20_000
+FEWEST = 3_500  # tokens compared in each case
+assert len(CASES) * FEWEST > 30_000
 
 
-@pytest.mark.parametrize(("name", "schedule"), CASES, ids=str)
-def test_speculative_is_plain(name, schedule):
+@pytest.mark.parametrize(("name", "schedule", "least_chance"), CASES, ids=str)
+def test_speculative_is_plain(name, schedule, least_chance):
     """Token for token, over ragged prompts and budgets, with drafts that are all right, mostly right, all wrong and
     absent, side by side.
     """
-    want, have = plain(name), speculative(name, schedule)
+    config, want = CONFIGS[name], plain(name)
+    have = speculative(name, schedule, least_chance=least_chance)
     assert want.generated > FEWEST
-    assert_same(have, want, REQUESTS, SAMPLINGS[name])
-    check_records(want, REQUESTS, 0, SAMPLINGS[name])
-    check_records(have, REQUESTS, max(schedule) - 1, SAMPLINGS[name])
+    assert [c.k for c in have.chunks[: len(schedule)]] == schedule
+    assert_same(have, want, REQUESTS, config.sampling)
+    check_records(want, REQUESTS, 0, config.sampling)
+    check_records(have, REQUESTS, max(schedule) - 1, config.sampling)
     assert want.acceptance == 0 and want.tokens_per_row_forward == 1
 
-    # The comparison means something only if drafts were accepted, rejected, and mixed.
-    near = KIND_N == NEAR
-    assert 0.2 < have.accepted_N[near].sum() / have.proposed_N[near].sum() < 0.95
+    # The comparison means something only if drafts of every source that is on were accepted, rejected, and mixed.
+    assert [SOURCES[x] for x in np.flatnonzero(accepted_from(have))] == list(config.rules.sources)
     assert ((have.proposed_N > 0) & (have.accepted_N == have.proposed_N)).any(), "no row accepted all its drafts"
-    assert ((have.proposed_N > 3) & (have.accepted_N == 0)).any(), "no row rejected all its drafts"
-    assert (have.proposed_N[KIND_N == UNSEEN] == 0).all()
-    if 1 not in schedule:
-        own = (KIND_N == OWN) & (np.arange(len(REQUESTS)) % SAMPLES == 0)
-        # A response foretold in full takes one forward for each K tokens, but for the ambiguity of repeated text.
-        assert (have.forwards_N[own] <= have.response_length_N[own] / max(schedule) * 1.5 + 2).all()
+    assert ((have.proposed_N > 3) & (have.accepted_N == 0)).any() or name == "greedy", "no row rejected all its drafts"
+    if "history" in config.rules.sources:
+        near = KIND_N == NEAR
+        assert 0.2 < have.accepted_N[near].sum() / have.proposed_N[near].sum() < 0.95
+    if config.rules.sources == ("history",):
+        assert (have.proposed_N[KIND_N == UNSEEN] == 0).all()
+        own = (KIND_N == FORETOLD) & (np.arange(len(REQUESTS)) % SAMPLES == 0)
+        # Foretold in full, in windows of 2, 4, 6, ... tokens: but for the ambiguity of repeated text, less than a
+        # forward for every three.
+        assert have.forwards_N[own].sum() < have.response_length_N[own].sum() / 3
+
+
+def test_the_cases_cover_every_choice():
+    configs = [CONFIGS[name] for name, _, _ in CASES]
+    assert {c.window for c in configs} == set(WINDOWS)
+    assert {c.by_length for c in configs} == {False, True}
+    assert {c.rules.sources for c in configs} >= {(source,) for source in SOURCES[:OWN]} | {SOURCES[:OWN]}
 
 
 def test_the_texts_are_worth_comparing():
-    for name, sampling in SAMPLINGS.items():
+    for name in SAMPLINGS:
         r = plain(name)
         texts = [tuple(r.response(n)) for n in range(len(REQUESTS))]
         assert len(set(r.response_length_N.tolist())) > 20
         assert 0 < r.ended_N.sum() < len(REQUESTS)
-        if sampling.temperature > 0:
+        if SAMPLINGS[name].temperature > 0:
             assert len(set(texts)) > 100
             assert -2.5 < r.log_prob_NT.sum() / r.generated < -0.5
+
+
+def test_drafting_for_the_long_rows_alone():
+    """While the batch is crowded, a row that is expected to be short has no draft: it proposes fewer than others."""
+    short_N = np.array([0 < r.expected_length < 16 for r in REQUESTS])
+    have = speculative("T=0.7", [8])
+    assert have.proposed_N[short_N].sum() == 0 and have.proposed_N[~short_N].sum() > 1000
+    unknown = [dataclasses.replace(r, expected_length=0.0) for r in REQUESTS]
+    other = speculative("T=0.7", [8], unknown)
+    assert_same(other, have, unknown, SAMPLINGS["T=0.7"])
+    assert other.proposed_N[short_N].sum() > 100
 
 
 def test_an_eos_ends_a_row_inside_an_accepted_run():
@@ -280,8 +152,8 @@ def test_an_eos_ends_a_row_inside_an_accepted_run():
 
 def test_garbage_histories_change_nothing():
     """A vocabulary of six, single-token matches and no threshold: nearly every row drafts nearly every time, from
-    noise with separators and EOS in any place, with any weights, and every other time with ids that the
-    vocabulary does not have.
+    noise with separators and EOS in any place, with any weights, any sample under any noise, and every other time
+    with ids that the vocabulary does not have.
     """
     model = dataclasses.replace(MODEL, vocab_size=6, layers=1)
     weights = policy(eos_scale=0.3, model=model)
@@ -289,19 +161,21 @@ def test_garbage_histories_change_nothing():
     prompts = [rng.integers(0, 6, n).astype(np.int32) for n in (1, 2, 5, 8)]
     requests = group_requests(prompts, 4, STEP, lambda n: 1 + 2 * n)
     sampling = SamplingParams(1.5)
-    config = EngineConfig(sampling, EOS, draft_buckets=(1, 4), min_match=1, min_prob=0.0)
-    garbled = RolloutEngine(model, config, one_device(), SEED)
-    want, proposed, accepted = garbled.generate(weights, requests), 0, 0
+    config = EngineConfig(sampling, EOS, draft_buckets=(1, 4), rules=DraftRules(min_match=1, min_prob=0.0))
+    garbled = one_size(make_engine(config, model=model))
+    want, proposed, accepted = garbled.generate(weights, requests), 0, np.zeros(len(SOURCES))
     for i in range(12):
         tokens_GRP = rng.integers(SEPARATOR, 6, (4, 4, MAX_MATCH + 64)).astype(np.int32)
         if i % 2:
             tokens_GRP = np.where(rng.random(tokens_GRP.shape) < 0.2, rng.choice([6, 99, 2**31 - 1]), tokens_GRP)
         weight_GR = rng.choice(np.float32([0, 1e-30, 1, 1e30]), (4, 4))
-        have = garbled.generate(weights, requests, HistoryBlock(tokens_GRP.astype(np.int32), weight_GR))
+        sample_GR, noise_GR = rng.integers(-1, 4, (4, 4)), rng.choice([UNKNOWN_NOISE, STEP, COUPLED], (4, 4))
+        block = HistoryBlock(tokens_GRP.astype(np.int32), weight_GR, sample_GR, noise_GR)
+        have = draft_with(garbled, [4], requests, block, weights)
         assert_same(have, want, requests, sampling, weights, model)
         check_records(have, requests, 3, sampling)
-        proposed, accepted = proposed + have.proposed_N.sum(), accepted + have.accepted_N.sum()
-    assert proposed > 2000 and accepted > 100
+        proposed, accepted = proposed + have.proposed_N.sum(), accepted + accepted_from(have)
+    assert proposed > 2000 and accepted.sum() > 100 and (accepted > 0).all()
 
 
 def test_a_large_vocabulary_of_unlikely_tokens():
@@ -313,16 +187,100 @@ def test_a_large_vocabulary_of_unlikely_tokens():
     weights["head"] *= 3
     prompts = random_prompts(4, model.vocab_size, seed=0)
     requests = group_requests(prompts, 8, STEP, LONGEST)
-    large = RolloutEngine(model, EngineConfig(SamplingParams(), EOS), one_device(), SEED)
+    large = one_size(make_engine(EngineConfig(SamplingParams(), EOS), model=model))
     want = large.generate(weights, requests)
     # Each row's own response, with a wrong token now and then.
     wrong = np.arange(LONGEST) % 11 == 10
-    texts = [np.where(wrong[: len(r)], 3, r) for r in map(want.response, range(len(requests)))]
-    have = large.generate(weights, requests, as_block(prompts, [texts[g * 8 : (g + 1) * 8] for g in range(4)]))
+    texts = [[np.where(wrong[: len(r)], 3, r) for r in group] for group in by_group(want, requests)]
+    have = draft_with(large, [8], requests, as_block(prompts, texts), weights)
     assert want.generated > 1500 and want.log_prob_NT.sum() / want.generated < -6
     assert 0.5 < have.acceptance < 0.95 and have.forwards_N.sum() < want.generated / 2
     assert_same(have, want, requests, SamplingParams(), weights, model)
     check_records(have, requests, 7, SamplingParams())
+
+
+# --- the first epoch ------------------------------------------------------------------------------------------
+
+
+def test_siblings_and_self_give_drafts_before_there_is_any_history():
+    """A sharp policy: samples repeat each other, and texts repeat themselves."""
+    weights, empty = policy(sharpness=20.0), as_block(PROMPTS, [[]] * GROUPS)
+    for name, least in (("T=1", {SIBLINGS: 1000, SELF: 200}), ("T=0.7", {SELF: 1000})):
+        want = engine(name).generate(weights, REQUESTS)
+        have = speculative(name, [8], REQUESTS, empty, weights)
+        assert_same(have, want, REQUESTS, SAMPLINGS[name], weights)
+        check_records(have, REQUESTS, 7, SAMPLINGS[name])
+        accepted_X = accepted_from(have)
+        assert {x for x, n in enumerate(accepted_X) if n} == set(least)
+        assert all(accepted_X[x] > n for x, n in least.items())
+        assert have.acceptance > 0.4 and have.tokens_per_row_forward > 1.25
+
+
+# --- coupled noise --------------------------------------------------------------------------------------------
+
+
+def test_an_unchanged_policy_foretells_itself_under_coupled_noise():
+    requests = coupled(REQUESTS)
+    want = engine("T=1").generate(params(), requests)
+    history = remembered(PROMPTS, want, requests)
+    for k, fewest in ((2, 1.9), (8, 6.5), (16, 11.0)):
+        have = speculative("T=1", [k], requests, history)
+        assert_same(have, want, requests, SAMPLINGS["T=1"])
+        check_records(have, requests, k - 1, SAMPLINGS["T=1"])
+        assert have.acceptance > 0.995 and have.tokens_per_row_forward > fewest
+        assert accepted_from(have).argmax() == OWN and accepted_from(have)[OWN] > 0.99 * have.accepted_N.sum()
+
+
+@pytest.mark.parametrize(
+    ("distance", "acceptance"), [(0.002, 0.7), (0.01, 0.4), (0.05, 0.15)], ids=["near", "further", "far"]
+)
+def test_a_moved_policy_under_coupled_noise(distance, acceptance):
+    """Exact samples of the moved policy, most of them foretold by what the first one said."""
+    requests, weights = coupled(REQUESTS), policy(distance)
+    history = remembered(PROMPTS, engine("T=1").generate(params(), requests), requests)
+    want = engine("T=1").generate(weights, requests)
+    have = speculative("T=1", [8], requests, history, weights)
+    assert_same(have, want, requests, SAMPLINGS["T=1"], weights)
+    check_records(have, requests, 7, SAMPLINGS["T=1"])
+    assert have.acceptance > acceptance and accepted_from(have)[OWN] > 1500
+    # The same histories are worth much less to requests that meet other noise.
+    fresh = [dataclasses.replace(r, noise=STEP) for r in REQUESTS]
+    unlike = speculative("T=1", [8], fresh, history, weights)
+    assert accepted_from(unlike)[OWN] == 0 and unlike.tokens_per_row_forward < have.tokens_per_row_forward
+
+
+def test_an_own_response_is_followed_past_what_was_added_and_left_out():
+    """The earlier response lacks three of the tokens to come, and has two too many further on."""
+    requests = coupled(REQUESTS)
+    want = engine("T=1").generate(params(), requests)
+    texts = [
+        [[*r[:6], *r[9:25], 3, 4, *r[25:]] if len(r) > 40 else r for r in group] for group in by_group(want, requests)
+    ]
+    history = as_block(PROMPTS, texts, [coupled_word(0, i, 0) for i in range(SAMPLES)])
+    have = speculative("T=1", [8], requests, history)
+    assert_same(have, want, requests, SAMPLINGS["T=1"])
+    check_records(have, requests, 7, SAMPLINGS["T=1"])
+    edited = want.response_length_N > 40
+    own_NT = have.source_NT[edited] == 1 + OWN
+    assert edited.sum() > 20
+    assert own_NT[:, :6].mean() > 0.6
+    # Found again, by the match of three tokens, in both parts; unmoved pointers would foretell nothing there.
+    assert own_NT[:, 16:24].mean() > 0.6 and own_NT[:, 32:40].mean() > 0.6
+
+
+def test_renewed_samples_meet_other_noise():
+    """With refresh, the samples whose turn it is draw anew: nothing of their own is followed."""
+    first, second = coupled(REQUESTS, epoch=0, refresh=4), coupled(REQUESTS, epoch=1, refresh=4)
+    earlier = engine("T=1").generate(params(), first)
+    words = [coupled_word(0, i, 4) for i in range(SAMPLES)]
+    history = as_block(PROMPTS, by_group(earlier, first), words)
+    have = speculative("T=1", [8], second, history)
+    assert_same(have, engine("T=1").generate(params(), second), second, SAMPLINGS["T=1"])
+    renewed_N = np.array([r.sample % 4 == 3 for r in REQUESTS])
+    assert (have.source_NT[renewed_N] != 1 + OWN).all()
+    kept = np.flatnonzero(~renewed_N)
+    assert_same(pick(have, kept), pick(earlier, kept), [second[n] for n in kept], SAMPLINGS["T=1"])
+    assert have.accepted_N[kept].sum() > 0.98 * have.proposed_N[kept].sum()
 
 
 # --- plain == slow --------------------------------------------------------------------------------------------
@@ -342,21 +300,24 @@ def test_plain_is_the_slow_oracle(name):
     assert tokens > 250
 
 
-# --- schedules ------------------------------------------------------------------------------------------------
+def test_coupled_rollouts_are_those_of_the_slow_oracle():
+    requests = coupled(REQUESTS, epoch=5, refresh=2)
+    reference = engine("T=1").generate(params(), requests)
+    for n in (0, 9, 18, 27):
+        request = dataclasses.replace(requests[n], budget=min(requests[n].budget, 24))
+        want = oracle.roll_out(params(), MODEL, SAMPLINGS["T=1"], EOS, SEED, request)
+        assert reference.response(n)[: len(want)].tolist() == want, f"rollout {n}"
+
+
+# --- company --------------------------------------------------------------------------------------------------
 
 
 def regrouped(order) -> tuple[list[Request], HistoryBlock]:
     """The requests in another order, with the groups of the history renumbered to fit."""
-    history = mixed_history("T=1")
     swap = np.random.default_rng(7).permutation(GROUPS)  # old group -> new
     back = np.argsort(swap)
     requests = [dataclasses.replace(REQUESTS[n], group=int(swap[REQUESTS[n].group])) for n in order]
-    return requests, HistoryBlock(history.tokens_GRP[back], history.weight_GR[back])
-
-
-def pick(r: Rollouts, order) -> Rollouts:
-    fields = {f.name: getattr(r, f.name) for f in dataclasses.fields(r)}
-    return Rollouts(**{k: v[list(order)] if isinstance(v, np.ndarray) else v for k, v in fields.items()})
+    return requests, HistoryBlock(*(x[back] for x in vars(mixed_history("T=1")).values()))
 
 
 @pytest.mark.parametrize("order", ["reversed", "shuffled", "a part"])
@@ -377,46 +338,6 @@ def test_order_and_company_change_nothing(order, spec):
     assert_same(have, pick(plain("T=1"), order), requests, SAMPLINGS["T=1"])
 
 
-@pytest.mark.parametrize(
-    ("other", "sizes"),
-    [
-        ({"max_rows": 20, "chunk": 3}, [32, 8]),  # turns of 32 rows; the last has 16 requests
-        ({"max_rows": 1000, "chunk": 1000, "prompt_slots": 50}, [128, 32, 8]),
-    ],
-    ids=str,
-)
-def test_the_schedule_changes_nothing(other, sizes):
-    config = dataclasses.replace(engine("T=1").config, draft_buckets=(1, 4), **other)
-    other_engine, calls = RolloutEngine(MODEL, config, one_device(), SEED), []
-    requests = REQUESTS[:-16]
-    have = other_engine.generate(
-        params(), requests, mixed_history("T=1"), progress=lambda done, total: calls.append((done, total))
-    )
-    assert_same(have, pick(plain("T=1"), range(len(requests))), requests, SAMPLINGS["T=1"])
-    check_records(have, requests, 3, SAMPLINGS["T=1"])
-    # All turns, the last and smaller one too, share one prefill, one decoding program for each size of batch, and the
-    # steps between those.
-    decoded = [program for program in other_engine.compiled if program.startswith("decode")]
-    assert [int(program.split()[1].split("x")[0]) for program in decoded] == sizes
-    shrunk = [f"shrink {a} to {b} rows" for a, b in itertools.pairwise(sizes)]
-    assert [p for p in other_engine.compiled if p.startswith("shrink")] == shrunk
-    assert len(other_engine.compiled) == 1 + len(decoded) + len(shrunk)
-
-    done = [d for d, _ in calls]
-    assert done == sorted(done) and done[-1] == len(requests) and {total for _, total in calls} == {len(requests)}
-    # One call for each chunk. In each turn, the first chunk and the last one of each size of batch may be short.
-    turns, chunk = -(-len(requests) // other_engine.row_bucket(config.max_rows)), max(config.chunk, PROBE)
-    assert have.iterations <= len(calls) * chunk
-    assert len(calls) * config.chunk <= have.iterations + turns * (1 + len(sizes)) * (config.chunk - 1)
-
-
-def test_a_rollout_alone():
-    requests, history = [REQUESTS[NEAR * SAMPLES]], mixed_history("T=1")
-    have = speculative("T=1", [8], requests, history)
-    assert have.accepted_N[0] > 0
-    assert_same(have, pick(plain("T=1"), [NEAR * SAMPLES]), requests, SAMPLINGS["T=1"])
-
-
 def test_the_budget_only_cuts():
     """A rollout with less budget is a prefix of the one with more: the budget is no input of the noise."""
     longer = [dataclasses.replace(r, budget=LONGEST) for r in REQUESTS]
@@ -425,24 +346,44 @@ def test_the_budget_only_cuts():
         np.testing.assert_array_equal(have.response(n)[: request.budget], plain("T=1").response(n))
 
 
-def test_samples_and_steps_differ():
-    other = engine("T=1").generate(params(), [dataclasses.replace(r, step=STEP + 1) for r in REQUESTS])
-    texts = [tuple(r.response(n)[:10]) for r in (plain("T=1"), other) for n in np.flatnonzero(BUDGETS >= 10)]
+def test_samples_steps_and_couplings_differ():
+    others = [[dataclasses.replace(r, noise=STEP + 1) for r in REQUESTS], coupled(REQUESTS)]
+    rollouts = [plain("T=1"), *(engine("T=1").generate(params(), requests) for requests in others)]
+    texts = [tuple(r.response(n)[:10]) for r in rollouts for n in np.flatnonzero(BUDGETS >= 10)]
     assert len(set(texts)) > 0.97 * len(texts)
 
 
 # --- meshes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mesh", "spec"), [((8, 1, 1), True), ((2, 2, 2), True), ((2, 2, 2), False)], ids=str)
-def test_eight_devices_make_the_same_rollouts(mesh, spec):
-    mesh = make_mesh(*mesh)
-    config = dataclasses.replace(engine("T=1").config, draft_buckets=(1, 4))
-    wide = RolloutEngine(MODEL, config, mesh, SEED)
+@functools.cache
+def on_mesh(shape):
+    mesh = make_mesh(*shape)
+    config = dataclasses.replace(engine("T=1").config, draft_buckets=(1, 4), max_rows=64)
+    return one_size(make_engine(config, mesh)), mesh
+
+
+@pytest.mark.parametrize(("shape", "spec"), [((8, 1, 1), False), ((2, 2, 2), False), ((2, 2, 2), True)], ids=str)
+def test_eight_devices_make_the_same_rollouts(shape, spec):
+    """Drafted and plain, and 64 rows at a time, so that rows are given to others on the way."""
+    wide, mesh = on_mesh(shape)
     placed = jax.device_put(params(), param_shardings(MODEL, mesh, ROLLOUT_RULES))
-    have = wide.generate(placed, REQUESTS, mixed_history("T=1") if spec else None)
+    if spec:
+        have = draft_with(wide, [4], REQUESTS, mixed_history("T=1"), placed)
+        assert have.accepted_N.sum() > 500
+    else:
+        have = wide.generate(placed, REQUESTS)
     assert_same(have, plain("T=1"), REQUESTS, SAMPLINGS["T=1"])
-    check_records(have, REQUESTS, 3, SAMPLINGS["T=1"])
+    check_records(have, REQUESTS, 3 if spec else 0, SAMPLINGS["T=1"])
+
+    others = [dataclasses.replace(r, noise=STEP + 1, budget=1 + r.budget // 2) for r in REQUESTS[:-9]]
+    others[0] = dataclasses.replace(others[0], budget=LONGEST)
+    with counting_compilations() as compiled:
+        if spec:
+            draft_with(wide, [4], others, as_block(PROMPTS, [[[5] * 20]] * GROUPS), placed)
+        else:
+            wide.generate(placed, others)
+    assert compiled == [], "other texts and lengths of the same shapes were compiled anew"
 
 
 @pytest.mark.parametrize(
@@ -450,7 +391,8 @@ def test_eight_devices_make_the_same_rollouts(mesh, spec):
 )
 def test_rows_fill_the_mesh(mesh, rows):
     """A power of two, rounded up to a multiple of the devices that rows are split over."""
-    sized = RolloutEngine(MODEL, engine("T=1").config, make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))]), 0)
+    mesh = make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
+    sized = make_engine(CONFIGS["T=1"], mesh).programs
     assert [sized.row_bucket(n) for n in (1, 2, 3, 7, 100)] == rows
 
 
@@ -495,13 +437,14 @@ def test_drafts_at_the_end_of_the_longest_context():
     model = dataclasses.replace(MODEL, layers=1, max_positions=24)
     weights = policy(eos_scale=0.1, model=model)
     requests = group_requests([np.arange(3, 11, dtype=np.int32)], 8, STEP, 16)
-    config = EngineConfig(SamplingParams(), EOS, draft_buckets=(1, 16), prompt_slots=8)
-    tight = RolloutEngine(model, config, one_device(), SEED)
+    config = EngineConfig(SamplingParams(), EOS, (1, 16), DraftRules(("history",)), prompt_slots=8)
+    tight = one_size(make_engine(config, model=model))
     want = tight.generate(weights, requests)
     n = int(np.flatnonzero(want.response_length_N == 16)[0])
     own = want.response(n)
     # Wrong in its first token, so that drafts start with the fifth, when three tokens match again.
-    have = tight.generate(weights, requests, as_block([requests[0].prompt], [[[own[0] + 1, *own[1:]]]]))
+    history = as_block([requests[0].prompt], [[[own[0] + 1, *own[1:]]]], tokens=16)
+    have = draft_with(tight, [16], requests, history, weights)
     assert have.tokens_NS.shape[1] == 24
     assert_same(have, want, requests, SamplingParams(), weights, model)
     check_records(have, requests, 15, SamplingParams())
@@ -511,10 +454,10 @@ def test_drafts_at_the_end_of_the_longest_context():
 # --- what is recorded -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["T=0.7", "T=1.3 k=12 p=0.8"])
-def test_log_probs_are_those_of_the_learner(name):
+@pytest.mark.parametrize(("name", "k"), [("T=0.7", 8), ("T=1.3 k=12 p=0.8", 16)])
+def test_log_probs_are_those_of_the_learner(name, k):
     """Without it the first ratio of policies would not be 1."""
-    r, sampling = speculative(name, [max(s[0] for n, s in CASES if n == name)]), SAMPLINGS[name]
+    r, sampling = speculative(name, [k]), SAMPLINGS[name]
     slots = r.log_prob_NT.shape[1]
     score = jax.jit(score_responses, static_argnums=(1, 4), static_argnames="temperature")
     log_prob_NT, _ = score(params(), MODEL, r.tokens_NS, r.prompt_length_N, slots, temperature=sampling.temperature)
@@ -539,64 +482,6 @@ def test_behaviour_log_probs_are_those_of_the_filtered_distribution(name):
         assert (r.behaviour_log_prob_NT > r.log_prob_NT + 0.01).any()
 
 
-# --- compilations ---------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def counting_compilations():
-    """Collects the programs compiled: also those that no new trace announces, such as for another sharding."""
-    compiled, counting = [], [True]
-
-    def listen(event, *args, **kwargs):
-        if counting and event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield compiled
-    finally:
-        counting.clear()  # there is no public way to take a single listener back
-
-
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
-def test_the_same_shapes_compile_nothing_again(mesh):
-    """Neither other texts and ragged lengths within the buckets, nor later chunks, nor other weights."""
-    mesh = make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
-    model = dataclasses.replace(MODEL, layers=1)
-    config = EngineConfig(SamplingParams(), EOS, draft_buckets=(1, 2), chunk=4, prompt_slots=16)
-    small = RolloutEngine(model, config, mesh, SEED)
-
-    def run(step, count, spec):
-        weights = jax.device_put(policy(model=model, distance=step / 100), param_shardings(model, mesh, ROLLOUT_RULES))
-        prompts = random_prompts(2, MODEL.vocab_size, seed=step)
-        history = as_block(prompts, [[[step + 3] * (20 + step)]] * 2)
-        requests = group_requests(prompts, 8, step, lambda n: 17 + (n + step) % 16)[:count]
-        jax.block_until_ready(weights)
-        with counting_compilations() as compiled:
-            small.generate(weights, requests, history if spec else None)
-        return len(compiled)
-
-    with counting_compilations() as control:
-        jax.jit(lambda x: x + 1)(np.zeros(3))
-    assert len(control) >= 1, "the counter does not count: jax renamed its event"
-
-    assert run(1, 16, False) > 0
-    assert run(1, 16, True) > 0
-    assert small.compiled == [
-        f"prefill {small.row_bucket(2)}x16 for 16 rows",
-        "decode 16x48 K=1",
-        "decode 16x48 K=2 history 2x1x71",
-    ]
-    assert [run(2, 16, True), run(3, 9, False), run(4, 12, True)] == [0, 0, 0]
-    assert len(small.compiled) == 3
-
-
-def test_nothing_is_traced_twice():
-    """Over all that this module asked of an engine until here: one trace for each shape."""
-    speculative("T=1", [8])
-    assert len(engine("T=1").compiled) == len(set(engine("T=1").compiled))
-
-
 # --- wrong input ----------------------------------------------------------------------------------------------
 
 
@@ -613,6 +498,14 @@ def test_nothing_is_traced_twice():
 def test_wrong_requests(requests, message):
     with pytest.raises(InputError, match=message):
         engine("T=1").generate(params(), requests)
+    with pytest.raises(InputError, match=message):
+        engine("T=1").prepare(params(), requests, None)
+
+
+@pytest.mark.parametrize("group", [-1, GROUPS])
+def test_a_request_of_a_group_that_the_history_lacks(group):
+    with pytest.raises(ValueError, match=f"group {group}"):
+        engine("T=1").generate(params(), [dataclasses.replace(REQUESTS[0], group=group)], mixed_history("T=1"))
 
 
 @pytest.mark.parametrize(
@@ -622,7 +515,11 @@ def test_wrong_requests(requests, message):
         ({"draft_buckets": (4, 8)}, "draft.buckets="),
         ({"draft_buckets": (1, 0)}, "draft.buckets="),
         ({"eos_ids": ()}, "rollout.eos_ids="),
-        ({"min_match": 0}, "draft.min_match=0"),
+        ({"rules": DraftRules(min_match=0)}, "draft.min_match=0"),
+        ({"rules": DraftRules(min_match=MAX_MATCH + 1)}, "draft.min_match=8"),
+        ({"rules": DraftRules(min_prob=1.1)}, "draft.min_prob=1.1"),
+        ({"rules": DraftRules(("history", "own"))}, "no source 'own'"),
+        ({"window": "wide"}, "draft.window='wide'"),
         ({"chunk": 0}, "rollout.chunk=0"),
         ({"max_rows": 0}, "rollout.max_rows=0"),
         ({"prompt_slots": 0}, "rollout.prompt_slots=0"),
@@ -632,3 +529,13 @@ def test_wrong_requests(requests, message):
 def test_wrong_settings_name_their_field(wrong, message):
     with pytest.raises(InputError, match=message):
         EngineConfig(**{"sampling": SamplingParams(), "eos_ids": EOS, **wrong})
+
+
+def test_nothing_is_drafted_where_drafting_is_off():
+    """Neither without sources nor without buckets, whatever is known."""
+    for off in ({"rules": DraftRules(())}, {"draft_buckets": (1,)}):
+        silent = RolloutEngine(MODEL, dataclasses.replace(engine("T=1").config, **off), one_device(), SEED)
+        silent.programs = engine("T=1").programs
+        have = silent.generate(params(), REQUESTS, mixed_history("T=1"))
+        assert have.tally is None and {c.k for c in have.chunks} == {1}
+        assert_same(have, plain("T=1"), REQUESTS, SAMPLINGS["T=1"])

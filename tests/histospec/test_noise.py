@@ -1,11 +1,13 @@
-"""The noise of a rollout: a function of (seed, step, prompt, sample, position) and of nothing else."""
+"""The noise of a rollout: a function of (seed, noise word, prompt, sample, position) and of nothing else."""
 
 import contextlib
 
+import hypothesis
 import jax
 import numpy as np
 import oracle
 import pytest
+from hypothesis import strategies as st
 from scipy import stats
 
 from rhyme_jax.histospec import noise
@@ -18,12 +20,13 @@ position_keys = jax.jit(noise.position_keys)
 jitted_exponentials = jax.jit(noise.exponentials, static_argnums=1)
 
 
-def keys(positions, seed=0, step=1, prompt=PROMPT, sample=2) -> np.ndarray:
-    """[B, K, 2]: of one row, or of many where step, prompt or sample is a list."""
-    rows = max(np.size(x) for x in (step, prompt, sample))
-    step, sample = (np.broadcast_to(np.asarray(x, np.int32), rows) for x in (step, sample))
-    words = np.broadcast_to(noise.prompt_words(np.atleast_1d(np.array(prompt, np.uint64))), (rows, 2))
-    row_keys = noise.row_keys(seed, step, words, sample)
+def keys(positions, seed=0, word=1, prompt=PROMPT, sample=2) -> np.ndarray:
+    """[B, K, 2]: of one row, or of many where word, prompt or sample is a list."""
+    rows = max(np.size(x) for x in (word, prompt, sample))
+    word = np.broadcast_to(np.asarray(word, np.uint32), rows)
+    sample = np.broadcast_to(np.asarray(sample, np.int32), rows)
+    prompts = np.broadcast_to(noise.prompt_words(np.atleast_1d(np.array(prompt, np.uint64))), (rows, 2))
+    row_keys = noise.row_keys(seed, word, prompts, sample)
     return np.asarray(position_keys(row_keys, np.broadcast_to(positions, (rows, np.size(positions)))))
 
 
@@ -38,14 +41,15 @@ def exponentials(keys, size) -> np.ndarray:
     "other",
     [
         {"seed": 1},
-        {"step": 2},
+        {"word": 2},
+        {"word": 1 | noise.COUPLED},
         {"sample": 3},
         {"prompt": PROMPT ^ 1},
         {"prompt": PROMPT ^ (1 << 31)},
         {"prompt": PROMPT ^ (1 << 32)},
         {"prompt": PROMPT ^ (1 << 63)},
         {"prompt": (PROMPT >> 32) | ((PROMPT & 0xFFFF_FFFF) << 32)},  # the words, swapped
-        {"step": 2, "sample": 1},  # the same numbers in other roles
+        {"word": 2, "sample": 1},  # the same numbers in other roles
     ],
     ids=str,
 )
@@ -61,12 +65,12 @@ def test_positions_differ():
 
 def test_rows_do_not_depend_on_their_batch():
     """The same row alone, in another order, and among other rows."""
-    positions, samples, steps = np.arange(5), np.arange(6), np.array([3, 1, 4, 1, 5, 9])
-    batch = keys(positions, step=steps, sample=samples)
+    positions, samples, words = np.arange(5), np.arange(6), np.array([3, 1, 4, 1, 5, MOST])
+    batch = keys(positions, word=words, sample=samples)
     order = np.array([4, 0, 5, 2, 1, 3])
-    np.testing.assert_array_equal(keys(positions, step=steps[order], sample=samples[order]), batch[order])
+    np.testing.assert_array_equal(keys(positions, word=words[order], sample=samples[order]), batch[order])
     for b in range(6):
-        np.testing.assert_array_equal(keys(positions, step=steps[b], sample=samples[b])[0], batch[b])
+        np.testing.assert_array_equal(keys(positions, word=words[b], sample=samples[b])[0], batch[b])
 
 
 def test_positions_do_not_depend_on_their_chunk():
@@ -85,7 +89,7 @@ def test_noise_does_not_depend_on_its_batch():
 
 
 def test_compilation_changes_nothing():
-    row = noise.row_keys(0, np.array([1], np.int32), noise.prompt_words([PROMPT]), np.array([2], np.int32))
+    row = noise.row_keys(0, np.array([1], np.uint32), noise.prompt_words([PROMPT]), np.array([2], np.int32))
     words = noise.position_keys(row, np.arange(5)[None])
     assert words.dtype == np.uint32
     np.testing.assert_array_equal(words, keys(np.arange(5)))
@@ -112,16 +116,16 @@ def test_golden_values(settings):
     """Stored runs resume with these numbers. Where a jax upgrade changes them, no run made before it can be
     resumed exactly: say so in the release notes before updating them.
     """
-    usual = exponentials(keys([0, 1], seed=7, step=3, sample=5)[0], 1000)
+    usual = exponentials(keys([0, 1], seed=7, word=3, sample=5)[0], 1000)
     with contextlib.ExitStack() as stack:
         for name, value in settings.items():
             stack.enter_context(getattr(jax, name)(value))
         # Another default generator compiles nothing anew: it is felt only where nothing is compiled.
         for compiled in (True, False) if "default_prng_impl" in settings else (True,):
             with contextlib.nullcontext() if compiled else jax.disable_jit():
-                row = noise.row_keys(7, np.array([3], np.int32), noise.prompt_words([PROMPT]), np.array([5], np.int32))
-                words = keys([0, 1, 100_000], seed=7, step=3, sample=5)[0]
-                zero_words = keys([0, 1, 2], seed=0, step=0, prompt=0, sample=0)[0]
+                row = noise.row_keys(7, np.array([3], np.uint32), noise.prompt_words([PROMPT]), np.array([5], np.int32))
+                words = keys([0, 1, 100_000], seed=7, word=3, sample=5)[0]
+                zero_words = keys([0, 1, 2], seed=0, word=0, prompt=0, sample=0)[0]
             assert row.dtype == words.dtype == np.uint32
             np.testing.assert_array_equal(row, [[1980766721, 2302476598]])
             np.testing.assert_array_equal(words, GOLDEN_KEYS)
@@ -136,6 +140,107 @@ def test_prompt_words():
     words = noise.prompt_words([PROMPT, 0, 2**64 - 1, 1 << 32])
     assert words.dtype == np.uint32
     np.testing.assert_array_equal(words, [[0x89AB_CDEF, 0x0123_4567], [0, 0], [0xFFFF_FFFF, 0xFFFF_FFFF], [0, 1]])
+
+
+# --- noise words ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [0, 1, 2**16, 2**31 - 1])
+def test_fresh_words_are_the_steps(step):
+    assert noise.fresh_word(step) == step
+
+
+@pytest.mark.parametrize("step", [-1, 2**31, 2**31 + 5, 2**40])
+def test_steps_out_of_bounds(step):
+    with pytest.raises(ValueError, match=f"noise: step {step} is outside"):
+        noise.fresh_word(step)
+
+
+@pytest.mark.parametrize("wrong", [(-1, 0, 0), (0, -1, 0), (0, 0, -1), (-1, -1, -1)])
+def test_coupled_words_of_negative_numbers(wrong):
+    with pytest.raises(ValueError, match="epoch={}, sample={}, refresh_epochs={}".format(*wrong)):
+        noise.coupled_word(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("refresh_epochs", "rounds"),
+    [
+        # of samples 0..3, in epochs 0..5
+        (0, ["000000", "000000", "000000", "000000"]),
+        (1, ["012345", "123456", "234567", "345678"]),
+        (2, ["001122", "011223", "112233", "122334"]),
+        (3, ["000111", "001112", "011122", "111222"]),
+        (4, ["000011", "000111", "001111", "011112"]),
+    ],
+)
+def test_coupled_words(refresh_epochs, rounds):
+    for sample, want in enumerate(rounds):
+        words = [noise.coupled_word(epoch, sample, refresh_epochs) for epoch in range(6)]
+        assert words == [noise.COUPLED + int(n) for n in want]
+
+
+def renewed(refresh_epochs: int, samples: int, epoch: int) -> list[int]:
+    """The samples that meet new noise in an epoch."""
+    return [
+        i
+        for i in range(samples)
+        if noise.coupled_word(epoch, i, refresh_epochs) != noise.coupled_word(epoch - 1, i, refresh_epochs)
+    ]
+
+
+@hypothesis.given(st.integers(1, 9), st.integers(1, 6), st.integers(1, 40))
+@hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
+def test_samples_take_turns(refresh_epochs, turns, epoch):
+    """Each epoch renews the noise of exactly 1 / refresh_epochs of a group, all of it once in refresh_epochs."""
+    samples = refresh_epochs * turns
+    assert len(renewed(refresh_epochs, samples, epoch)) == turns
+    round_ = [renewed(refresh_epochs, samples, epoch + e) for e in range(refresh_epochs)]
+    assert sorted(i for epoch_samples in round_ for i in epoch_samples) == list(range(samples))
+    # Also where a group is no multiple: one more or less.
+    assert abs(len(renewed(refresh_epochs, samples + 1, epoch)) - turns) <= 1
+
+
+@hypothesis.given(st.integers(0, 20), st.integers(0, 1000), st.integers(0, 10_000))
+@hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
+def test_noise_that_was_left_does_not_come_back(refresh_epochs, sample, epoch):
+    """The words of a sample only ever grow, by one at a time: a round is one run of epochs."""
+    step = noise.coupled_word(epoch + 1, sample, refresh_epochs) - noise.coupled_word(epoch, sample, refresh_epochs)
+    assert step in {0: [0], 1: [1]}.get(refresh_epochs, [0, 1])
+
+
+def test_coupled_words_are_no_steps():
+    """A run that changes from one kind to the other meets no noise twice; nor does either equal what is unknown."""
+    coupled = {noise.coupled_word(e, i, m) for e in range(20) for i in range(8) for m in range(5)}
+    steps = {noise.fresh_word(step) for step in (*range(100), 2**31 - 1)}
+    assert not coupled & steps and min(coupled) > max(steps)
+    assert noise.UNKNOWN_NOISE not in coupled | steps
+    assert all(0 <= word < 2**32 for word in coupled | steps)  # they are uint32 words
+
+
+def test_a_coupled_word_leaves_the_step_out():
+    """The same word, prompt and sample: the same keys, in whichever step and batch a prompt comes again. Not so in
+    another round, and not for fresh noise.
+    """
+    positions = np.arange(40)
+
+    def visit(epoch, samples):
+        return keys(positions, word=[noise.coupled_word(epoch, i, 2) for i in samples], sample=samples)
+
+    first, again, later = visit(2, [0, 1, 2]), visit(3, [2, 0, 1]), visit(4, [0, 1, 2])
+    np.testing.assert_array_equal(again[1], first[0])  # epochs 2 and 3 are one round of the even samples
+    np.testing.assert_array_equal(again[0], first[2])
+    np.testing.assert_array_equal(later[1], again[2])  # 3 and 4 one of the odd ones
+    for x, y in ((again[2], first[1]), (later[0], first[0]), (later[2], first[2])):
+        assert not (x == y).any()
+    fresh = [keys(positions, word=noise.fresh_word(step)) for step in (10, 11)]
+    assert not (fresh[0] == fresh[1]).any()
+
+
+def test_rounds_and_samples_do_not_trade_places():
+    """Sample 1 in epoch 0 and sample 0 in epoch 1 share a word, but the sample is in the key as well."""
+    assert noise.coupled_word(0, 1, 1) == noise.coupled_word(1, 0, 1)
+    word = noise.coupled_word(0, 1, 1)
+    assert not (keys(np.arange(40), word=word, sample=1) == keys(np.arange(40), word=word, sample=0)).any()
 
 
 # --- its formula ----------------------------------------------------------------------------------------------
@@ -216,9 +321,14 @@ def test_exponential_over_the_vocabulary(vocabularies):
 
 
 def test_exponential_over_rows_at_the_first_position():
-    """The other direction: first tokens over many prompts, steps and samples."""
+    """The other direction: first tokens over many prompts, steps, rounds and samples."""
     prompts = np.random.default_rng(0).integers(0, 2**64, 20_000, np.uint64)
-    for many in ({"prompt": prompts}, {"step": np.arange(20_000)}, {"sample": np.arange(20_000)}):
+    for many in (
+        {"prompt": prompts},
+        {"word": np.arange(20_000)},
+        {"word": noise.COUPLED + np.arange(20_000)},
+        {"sample": np.arange(20_000)},
+    ):
         for token in exponentials(keys([0], **many)[:, 0], FEW).T:
             assert stats.kstest(token, "expon").pvalue > 1e-6
 
@@ -285,7 +395,9 @@ def test_the_first_vocabulary_entries_are_independent(group):
             assert_independent(group[..., i], group[..., j], (i, j))
 
 
-@pytest.mark.parametrize("other", [{"step": 2}, {"prompt": PROMPT + 1}, {"seed": 1}], ids=str)
+@pytest.mark.parametrize(
+    "other", [{"word": 2}, {"word": noise.COUPLED | 1}, {"prompt": PROMPT + 1}, {"seed": 1}], ids=str
+)
 def test_steps_prompts_and_seeds_are_independent(group, other):
     assert_independent(group, exponentials(keys(np.arange(LONG), sample=np.arange(SAMPLES), **other), FEW))
 

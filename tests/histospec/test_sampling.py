@@ -325,9 +325,19 @@ DRAWS = ROWS * POSITIONS
 def row_keys() -> np.ndarray:
     """The keys [row, position, 2] of the rows of one group, as rollouts use them."""
     keys_B2 = noise.row_keys(
-        0, np.ones(ROWS, np.int32), np.zeros((ROWS, 2), np.uint32), np.arange(ROWS, dtype=np.int32)
+        0, np.ones(ROWS, np.uint32), np.zeros((ROWS, 2), np.uint32), np.arange(ROWS, dtype=np.int32)
     )
     return np.asarray(jax.jit(noise.position_keys)(keys_B2, np.broadcast_to(np.arange(POSITIONS), (ROWS, POSITIONS))))
+
+
+def assert_distributed(counts, p) -> None:
+    """Every count within 6 sigma, and all together by chi-square."""
+    draws = counts.sum()
+    assert (counts[p == 0] == 0).all()
+    assert (np.abs(counts - draws * p) <= 6 * np.sqrt(draws * p * (1 - p)) + 1e-9).all()
+    often = draws * p > 5
+    expected = draws * p[often] * counts[often].sum() / (draws * p[often].sum())
+    assert stats.chisquare(counts[often], expected).pvalue > 1e-6
 
 
 @pytest.mark.parametrize(
@@ -347,13 +357,133 @@ def test_frequencies(vocab, params):
     """Every token within 6 sigma of the exact softmax, and all together by chi-square."""
     logits = np.random.default_rng(vocab).normal(0, 1.5, vocab).astype(np.float32)
     counts = sum(np.bincount(many(logits, keys, params)[0], minlength=vocab) for keys in row_keys())
-    p = oracle.filtered_probabilities(logits, params)
-    assert (counts[p == 0] == 0).all()
-    sigma = np.sqrt(DRAWS * p * (1 - p))
-    assert (np.abs(counts - DRAWS * p) <= 6 * sigma + 1e-9).all()
-    often = DRAWS * p > 5
-    expected = DRAWS * p[often] * counts[often].sum() / (DRAWS * p[often].sum())
-    assert stats.chisquare(counts[often], expected).pvalue > 1e-6
+    assert counts.sum() == DRAWS
+    assert_distributed(counts, oracle.filtered_probabilities(logits, params))
+
+
+# --- fresh and coupled noise ----------------------------------------------------------------------------------
+
+RUNS = 200_000  # first tokens, each of another row
+LOGITS = np.log(np.float32([0.22, 0.17, 0.14, 0.11, 0.09, 0.08, 0.06, 0.05, 0.04, 0.02, 0.015, 0.005]))
+PLAIN = SamplingParams()
+FILTERS = [
+    PLAIN,
+    SamplingParams(0.7),
+    SamplingParams(1.3),
+    SamplingParams(top_k=5),
+    SamplingParams(top_p=0.7),
+    SamplingParams(0.7, top_k=8, top_p=0.8),
+]
+position_keys = jax.jit(noise.position_keys)
+
+
+@functools.cache
+def run_keys(kind: str, count: int = RUNS, sample: int = 0) -> np.ndarray:
+    """The keys [row, 2] of rows that differ in one thing, at one position."""
+    word, prompts, samples = noise.coupled_word(3, 0, 4), [12345], sample
+    match kind:
+        case "fresh: over steps":
+            word = np.arange(count)
+        case "coupled: over prompts":  # 64-bit ids, as hashes are
+            prompts = np.random.default_rng(0).integers(0, 2**64, count, np.uint64)
+        case "coupled: over samples":
+            samples = np.arange(count)
+        case "coupled: over rounds":
+            word = np.array([noise.coupled_word(epoch, sample, 1) for epoch in range(count)])
+    keys_B2 = noise.row_keys(
+        0,
+        np.broadcast_to(np.asarray(word, np.uint32), count),
+        np.broadcast_to(noise.prompt_words(prompts), (count, 2)),
+        np.broadcast_to(np.asarray(samples, np.int32), count),
+    )
+    return np.asarray(position_keys(keys_B2, np.full((count, 1), 5)))[:, 0]
+
+
+def tokens(logits, keys, params=PLAIN) -> np.ndarray:
+    return np.asarray(many(logits, keys, params)[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        *(("fresh: over steps", params) for params in FILTERS),
+        *(("coupled: over prompts", params) for params in FILTERS),
+        ("coupled: over samples", PLAIN),
+        ("coupled: over rounds", PLAIN),
+    ],
+    ids=str,
+)
+def test_each_rollout_is_an_exact_sample(kind, params):
+    """Of its own policy, whichever noise it meets: 200,000 draws against the exact softmax."""
+    counts = np.bincount(tokens(LOGITS, run_keys(kind), params), minlength=len(LOGITS))
+    assert_distributed(counts, oracle.filtered_probabilities(LOGITS, params))
+
+
+@pytest.mark.parametrize("kind", ["fresh: over steps", "coupled: over prompts", "coupled: over rounds"])
+def test_samples_of_a_group_are_drawn_independently(kind):
+    """Pairs of tokens have the product of the probabilities, also where all samples meet coupled noise."""
+    p = oracle.filtered_probabilities(LOGITS, PLAIN)
+    first, second, third = (tokens(LOGITS, run_keys(kind, sample=i)).astype(int) for i in (0, 1, 7))
+    for one, other in ((first, second), (first, third), (second, third)):
+        assert_distributed(np.bincount(one * 12 + other, minlength=144), np.outer(p, p).ravel())
+
+
+def test_rounds_are_independent_and_epochs_of_a_round_are_equal():
+    """What refresh_epochs renews is new, and what it keeps is kept."""
+    prompts = noise.prompt_words(np.random.default_rng(1).integers(0, 2**64, RUNS, np.uint64))
+
+    def epoch(number):
+        word = np.full(RUNS, noise.coupled_word(number, 1, 3), np.uint32)
+        keys_B2 = noise.row_keys(0, word, prompts, np.ones(RUNS, np.int32))
+        return tokens(LOGITS, np.asarray(position_keys(keys_B2, np.zeros((RUNS, 1), int)))[:, 0]).astype(int)
+
+    p = oracle.filtered_probabilities(LOGITS, PLAIN)
+    before, after = epoch(1), epoch(2)  # sample 1 is renewed in epochs 2, 5, ...
+    assert_distributed(np.bincount(before * 12 + after, minlength=144), np.outer(p, p).ravel())
+    np.testing.assert_array_equal(epoch(4), after)
+
+
+def nearby(change: float) -> np.ndarray:
+    """The logits of a policy that has moved a little."""
+    return LOGITS + np.random.default_rng(5).normal(0, change, len(LOGITS)).astype(np.float32)
+
+
+@pytest.mark.parametrize("change", [0.02, 0.3, 1.0])
+@pytest.mark.parametrize("params", [PLAIN, FILTERS[-1]], ids=str)
+def test_nearby_policies_draw_the_same_token(change, params):
+    """Under coupled noise with probability sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x), which is at
+    least (1 - d) / (1 + d) at a total variation distance of d, and at most 1 - d; with fresh noise p . q, no more.
+    """
+    keys, new = run_keys("coupled: over prompts"), nearby(change)
+    p, q = (oracle.filtered_probabilities(x, params) for x in (LOGITS, new))
+    both = [x for x in range(len(p)) if p[x] > 0 and q[x] > 0]
+    exact = sum(1 / np.maximum(p / p[x], q / q[x]).sum() for x in both)
+    distance = np.abs(p - q).sum() / 2
+    assert (1 - distance) / (1 + distance) - 1e-12 <= exact <= 1 - distance + 1e-12
+
+    def matches(other_keys) -> float:
+        return float((tokens(LOGITS, keys, params) == tokens(new, other_keys, params)).mean())
+
+    coupled, independent = matches(keys), matches(run_keys("coupled: over rounds"))
+    sigma = np.sqrt(exact * (1 - exact) / RUNS)
+    assert abs(coupled - exact) <= 6 * sigma
+    assert coupled >= (1 - distance) / (1 + distance) - 6 * sigma
+    chance = float(p @ q)
+    assert abs(independent - chance) <= 6 * np.sqrt(chance * (1 - chance) / RUNS)
+    assert coupled > independent + 0.1
+
+
+def test_each_policy_is_sampled_exactly_under_the_noise_that_both_meet():
+    """Coupling is between them; neither pays for it."""
+    for change in (0.3, 1.0):
+        counts = np.bincount(tokens(nearby(change), run_keys("coupled: over prompts")), minlength=len(LOGITS))
+        assert_distributed(counts, oracle.filtered_probabilities(nearby(change), PLAIN))
+
+
+def test_an_unchanged_policy_repeats_itself():
+    first = tokens(LOGITS, run_keys("coupled: over prompts")[:1000])
+    np.testing.assert_array_equal(tokens(LOGITS.copy(), run_keys("coupled: over prompts")[:1000]), first)
+    assert len(set(first.tolist())) > 6
 
 
 # --- wrong input ----------------------------------------------------------------------------------------------

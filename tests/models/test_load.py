@@ -5,6 +5,7 @@ import importlib.util
 import pathlib
 import shutil
 
+import jax
 import pytest
 
 from rhyme_jax.errors import InputError
@@ -66,3 +67,12 @@ def test_smollm2_without_its_package(monkeypatch, tmp_path):
 
 def test_the_embedded_name_is_a_directory_of_the_package():
     assert load._resolve("embedded:tiny").relative_to(load.EMBEDDED)
+
+
+def test_random_weights_in_the_shape_of_a_model():
+    model = load_model("random:15m", "bfloat16", "float32")
+    assert model.config.dtype == "bfloat16" and model.params["embed"].shape == (4096, 384)
+    assert 14e6 < sum(x.size for x in jax.tree.leaves(model.params)) < 16e6
+    assert model.tokenizer.decode([*model.tokenizer.encode("1+1=?"), 4000]).startswith("1+1=?")
+    with pytest.raises(InputError, match=r"init.weights='random:3b': no such shape; there are 15m, 0.5b, 1.5b"):
+        load_model("random:3b")

@@ -50,6 +50,7 @@ def files(tmp_path_factory) -> dict[str, pathlib.Path]:
         "gpt2": d / "gpt2",
         "other_config": d / "other_config.py",
         "changed_run": d / "changed_run",
+        "other_json": d / "other.json",
     }
     made["binary"].write_bytes(b"\xff\xfe\x00\x80" * 100)
     made["gguf"].write_bytes(b"GGUF" + (3).to_bytes(4, "little") + b"\xff" * 64)
@@ -68,6 +69,7 @@ def files(tmp_path_factory) -> dict[str, pathlib.Path]:
         "from configs.math_grpo import get_config as base\n"
         "def get_config():\n  c = base('smoke')\n  c.rollout.draft_bucket = 4\n  return c\n"
     )
+    made["other_json"].write_text('{"costs": [{"rows": 1}], "assumed": 0}')
     made["changed_run"].mkdir()
     stored = {"config": {"seed": 7}}
     (made["changed_run"] / "config.json").write_text(json.dumps(stored))
@@ -95,7 +97,15 @@ CASES = {
     "top_p of zero": (["--config.rollout.top_p=0"], "rollout.top_p=0.0: must lie in (0, 1]"),
     "negative top_k": (["--config.rollout.top_k=-3"], "rollout.top_k=-3"),
     "buckets without 1": (["--config.draft.buckets=(8,)"], "draft.buckets=(8,)"),
-    "unknown vote weight": (["--config.draft.weight=votes"], "draft.weight='votes': must be one of reward"),
+    "unknown vote weight": (["--config.draft.weight=votes"], "draft.weight='votes': must be one of preset, reward"),
+    "unknown preset": (["--config.draft.preset=vllm"], "draft.preset='vllm': must be one of paper, released, rhyme"),
+    "unknown source": (["--config.draft.sources=history+web"], "draft.sources='history+web': no source 'web'"),
+    "unknown window": (["--config.draft.window=wide"], "draft.window='wide': must be one of preset, marginal"),
+    "missing cost table": (["--config.draft.costs={missing}"], "draft.costs="),
+    "broken cost table": (["--config.draft.costs={bad_json}"], "bad.jsonl: not readable as JSON"),
+    "not a cost table": (["--config.draft.costs={other_json}"], "not a cost table"),
+    "unknown noise": (["--config.rollout.noise=pink"], "rollout.noise='pink': must be one of fresh, coupled"),
+    "negative refresh": (["--config.noise.refresh_epochs=-2"], "noise.refresh_epochs=-2: must be at least 0"),
     "no budget": (["--config.rollout.max_new_tokens=0"], "max_new_tokens=0: must be at least 1"),
     "group of one": (["--config.rollout.samples_per_prompt=1"], "a group of one has no advantage"),
     "more prompts than the task has": (["--config.rollout.prompts_per_step=9"], "must not exceed task.train_size=8"),

@@ -1,5 +1,6 @@
 """Whole runs of the loop on the embedded tiny model: resume, devices, the closing comparison, what is written."""
 
+import itertools
 import json
 import pathlib
 import re
@@ -11,6 +12,7 @@ import pytest
 
 from configs.math_grpo import get_config
 from rhyme_jax.errors import InputError
+from rhyme_jax.histospec.drafts import SOURCES
 from rhyme_jax.models.load import load_model
 from rhyme_jax.training.console import Console
 from rhyme_jax.training.loop import Trainer, train
@@ -19,9 +21,19 @@ from rhyme_jax.training.workdir import read_metrics
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+class Crash(Exception):
+    pass
+
+
+def crash(*_):
+    raise Crash
+
+
 def small_config(**rollout):
-    """Two steps an epoch."""
+    """Two steps an epoch. Drafts look cheap, and cost the same in every run, so that runs can be compared."""
     c = get_config("smoke")
+    c.draft.buckets = (1, 4)
+    c.draft.costs = str(pathlib.Path(__file__).parent / "cheap_drafts.json")
     c.steps = 6
     c.checkpoint.every = 3
     c.eval.every = 6
@@ -78,7 +90,7 @@ def test_a_run_writes_what_it_promises(whole):
 
 
 def test_every_metric_is_documented(whole):
-    documented = set(re.findall(r"`([a-z_/]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    documented = set(re.findall(r"`([a-z_/0-9]+)`", (ROOT / "docs" / "metrics.md").read_text()))
     written = {name for m in read_metrics(whole[1] / "metrics.jsonl") for name in m}
     assert written <= documented, written - documented
 
@@ -94,8 +106,105 @@ def test_history_is_used_from_the_second_epoch_on(whole):
     _, workdir, _ = whole
     metrics = read_metrics(workdir / "metrics.jsonl")[1:]
     assert all(m["learner/staleness"] == 0 for m in metrics)
-    assert [m["rollout/proposed"] > 0 for m in metrics] == [False, False, True, True, True, True]
+    assert [m["draft/history_accepted"] > 0 for m in metrics] == [False, False, True, True, True, True]
     assert all(m["rollout/tokens_per_row_forward"] > 1 for m in metrics[2:])
+
+
+def test_draft_metrics_add_up(whole):
+    steps = read_metrics(whole[1] / "metrics.jsonl")[1:]
+    for m in steps:
+        for kind in ("proposed", "accepted"):
+            by_source = [m[f"draft/{source}_{kind}"] for source in SOURCES]
+            assert sum(by_source) == m[f"rollout/{kind}"]
+        assert sum(m["draft/iterations_by_k"].values()) == m["rollout/iterations"]
+        assert sum(n * length for length, n in enumerate(m["draft/lengths"])) == m["rollout/proposed"]
+        assert m["rollout/predicted_speedup"] > 0.9
+    # Two steps an epoch: the second of each has the epoch's sums.
+    assert ["epoch/proposed" in m for m in steps] == [False, True] * 3
+    for first, second in zip(steps[::2], steps[1::2], strict=True):
+        assert second["epoch/accepted"] == first["rollout/accepted"] + second["rollout/accepted"]
+
+
+def test_coupled_noise_repeats_what_did_not_change(tmp_path):
+    """With a learning rate of almost nothing, each sample says what it said in the epoch before, drafts foretell it,
+    and so do those of a run that was killed and started again.
+    """
+    config = small_config(noise="coupled")
+    config.optimizer.learning_rate, config.steps, config.checkpoint.every = 1e-12, 4, 2
+    config.eval.every = 4
+    whole_run = trainer(config, tmp_path / "whole")
+    whole_run.run()
+    whole_run.close()
+    metrics = read_metrics(tmp_path / "whole" / "metrics.jsonl")[1:]
+    assert all(m["draft/own_accepted"] > 0.5 * m["rollout/tokens"] for m in metrics[2:])
+    assert all(m["rollout/acceptance"] > 0.95 for m in metrics[2:])
+    texts = [  # of an epoch: the first and the last pair of steps
+        {(s["prompt"], s["sample"]): s["completion"] for step in pair for s in step}
+        for pair in itertools.pairwise(samples(tmp_path / "whole").values())
+    ]
+    assert texts[0] == texts[2]
+
+    first = trainer(config, tmp_path / "resumed")
+    first._compare_with_plain = crash
+    with pytest.raises(Crash):
+        first.run()
+    first.close()
+    second = trainer(config, tmp_path / "resumed")
+    assert second.progress.steps == 2
+    second.run()
+    second.close()
+    assert samples(tmp_path / "resumed") == samples(tmp_path / "whole")
+    assert without_times(read_metrics(tmp_path / "resumed" / "metrics.jsonl")) == without_times(
+        [*read_metrics(tmp_path / "whole" / "metrics.jsonl")]
+    )
+
+
+def test_refreshed_samples_meet_new_noise(tmp_path):
+    config = small_config(noise="coupled")
+    config.optimizer.learning_rate, config.steps, config.eval.every = 1e-12, 4, 4
+    config.noise.refresh_epochs = 2
+    t = trainer(config, tmp_path)
+    for _ in range(4):
+        t.step()
+    t.close()
+    by_epoch = [
+        {(s["prompt"], s["sample"]): s["completion"] for step in pair for s in step}
+        for pair in itertools.pairwise(samples(tmp_path).values())
+    ]
+    same = {key for key, text in by_epoch[0].items() if by_epoch[2][key] == text}
+    kept = {key for key in by_epoch[0] if key[1] % 2 == 0}
+    assert kept <= same and len(same) < len(kept) + 0.5 * len(kept)
+
+
+def test_costs_are_measured_once_and_nothing_compiles_after_the_first_epoch(tmp_path):
+    config = small_config()
+    config.draft.costs = "measured"
+    config.eval.every, config.steps = 1, 4
+    t = trainer(config, tmp_path / "run")
+    compiled = []  # programs of both engines, after each step
+    step = t.step
+
+    def counted():
+        metrics = step()
+        compiled.append(len(t.engine.compiled) + len(t.greedy.compiled))
+        return metrics
+
+    t.step = counted
+    t.run()
+    t.close()
+    assert compiled == [compiled[0]] * 4
+    table = json.loads((tmp_path / "run" / "cost_table.json").read_text())
+    shapes = {(c["rows"], c["slots"]) for c in table["costs"]}
+    assert {c["k"] for c in table["costs"]} == {1, 4} and len(table["costs"]) == 2 * len(shapes)
+    assert all(c["seconds"] > 0 for c in table["costs"])
+    drafting = [p for p in t.engine.compiled if p.startswith("decode") and "corpus" in p]
+    assert len(drafting) == len(shapes), "one program for each declared shape and K above 1"
+
+    # The table is the run's: another start of it, and a run that is given the file, decide by the same figures.
+    config.draft.costs = str(tmp_path / "run" / "cost_table.json")
+    again = trainer(config, tmp_path / "again")
+    again.close()
+    assert again.costs_known and again.engine.costs.to_json() == table
 
 
 def test_rollout_and_learner_agree_on_log_probs(whole):
@@ -111,10 +220,6 @@ def test_the_policy_moves(whole):
     start = load_model("embedded:tiny", "float32", "float32").params
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), start, jax.device_get(t.state.params))
     assert max(jax.tree.leaves(moved)) > 1e-4
-
-
-class Crash(Exception):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -212,9 +317,6 @@ def test_resumed_with_fewer_steps_it_still_has_a_result(tmp_path):
     config = small_config(samples_per_prompt=4)
     config.steps, config.checkpoint.every, config.eval.every = 3, 2, 3
     first = trainer(config, tmp_path)
-
-    def crash(*args):
-        raise Crash
 
     first._compare_with_plain = crash  # in the last step, after the checkpoint of step 2
     with pytest.raises(Crash):

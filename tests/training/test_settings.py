@@ -8,6 +8,7 @@ import pytest
 
 from configs.math_grpo import VARIANTS, get_config
 from rhyme_jax.errors import InputError
+from rhyme_jax.histospec.drafts import DraftRules
 from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.training.settings import Settings, unknown_field
 
@@ -77,14 +78,33 @@ def test_whole_numbers_are_floats_and_lists_are_tuples():
     assert type(settings.rollout.temperature) is type(settings.optimizer.clip_norm) is float
 
 
+@pytest.mark.parametrize(
+    ("changes", "sources", "weight", "window", "min_prob"),
+    [
+        ({"draft.preset": "paper"}, ("history",), "reward", "paper", 0.1),
+        ({"draft.preset": "released"}, ("history",), "count", "released", 0.1),
+        ({"draft.preset": "rhyme"}, ("history", "siblings", "self"), "reward", "marginal", 0.1),
+        # A field of its own goes before the preset's.
+        ({"draft.preset": "paper", "draft.window": "released"}, ("history",), "reward", "released", 0.1),
+        ({"draft.weight": "recency", "draft.min_prob": 0.0}, ("history", "siblings", "self"), "recency", "marginal", 0),
+        ({"draft.sources": "self+history"}, ("self", "history"), "reward", "marginal", 0.1),
+    ],
+)
+def test_presets(changes, sources, weight, window, min_prob):
+    draft = Settings.from_config(config(changes)).draft
+    assert draft.rules() == DraftRules(sources, 3, min_prob)
+    assert (draft.vote_weight, draft.window_rule) == (weight, window)
+
+
 def test_derived_settings():
     settings = Settings.from_config(config({"steps": 10, "grpo.updates_per_batch": 3, "optimizer.b1": 0.8}))
     assert settings.total_updates == 30
     assert settings.rollout.rows == 32 * 8
     assert settings.rollout.sampling() == SamplingParams(temperature=1.0, top_k=0, top_p=1.0)
     engine = settings.engine(settings.rollout.sampling(), eos_ids=(2, 5), prompt_slots=19)
-    assert (engine.eos_ids, engine.prompt_slots, engine.draft_buckets) == ((2, 5), 19, (1, 8))
-    assert (engine.chunk, engine.max_rows, engine.min_match, engine.min_prob) == (32, 256, 3, 0.1)
+    assert (engine.eos_ids, engine.prompt_slots, engine.draft_buckets) == ((2, 5), 19, (1, 4, 8, 16))
+    assert (engine.chunk, engine.max_rows, engine.window, engine.by_length) == (32, 256, "marginal", False)
+    assert engine.rules == DraftRules(("history", "siblings", "self"), min_match=3, min_prob=0.1)
     loss = settings.grpo.loss()
     assert (loss.clip_low, loss.clip_high, loss.kl_coef, loss.aggregate) == (0.2, 0.2, 0.0, "sequence")
     optimizer = settings.optimizer.config(settings.total_updates)
@@ -210,12 +230,17 @@ OUT_OF_RANGE = [
     ("draft.buckets", (), "must hold 1 and otherwise sizes above 1"),
     ("draft.buckets", (4, 8), "must hold 1 and otherwise sizes above 1"),
     ("draft.buckets", (1, 0), "must hold 1 and otherwise sizes above 1"),
-    ("draft.min_match", 0, AT_LEAST_1),
-    ("draft.min_prob", -0.1, "must lie in [0, 1]"),
-    ("draft.min_prob", 1.1, "must lie in [0, 1]"),
-    ("draft.min_match", 8, "must be at most 7, the longest match tried"),
-    ("draft.verify_cost", -0.1, NOT_NEGATIVE),
-    ("draft.weight", "votes", "must be one of reward, count, recency"),
+    ("draft.preset", "vllm", "must be one of paper, released, rhyme"),
+    ("draft.sources", "history+future", "no source 'future'; join history, siblings, self with +, or say 'preset'"),
+    ("draft.sources", "", "no source ''; join history, siblings, self with +, or say 'preset'"),
+    ("draft.window", "wide", "must be one of preset, marginal, paper, released"),
+    ("draft.min_match", 0, "must be from 1 to 7, the longest match tried"),
+    ("draft.min_match", 8, "must be from 1 to 7, the longest match tried"),
+    ("draft.min_prob", -0.1, "must lie in [0, 1], or be -1 for the preset's"),
+    ("draft.min_prob", 1.1, "must lie in [0, 1], or be -1 for the preset's"),
+    ("draft.weight", "votes", "must be one of preset, reward, count, recency"),
+    ("rollout.noise", "pink", "must be one of fresh, coupled"),
+    ("noise.refresh_epochs", -1, "must be at least 0"),
     ("rollout.chunk", 0, AT_LEAST_1),
     ("rollout.max_rows", 0, AT_LEAST_1),
     ("history.depth", 0, AT_LEAST_1),
