@@ -340,14 +340,15 @@ class Trainer:
         def progress(done: int, shapes: int) -> None:
             self.console.line(f"measured {done} of {shapes} batch shapes, K = {', '.join(map(str, s.draft.buckets))}")
 
-        self.engine.prepare(self.learner.rollout_params(self.state), requests, self._history(prompts), progress)
+        weights = self.learner.rollout_params(self.state)
+        self.engine.prepare(weights, requests, self._history(prompts), progress)
+        for engine in (self.greedy, self.engine):  # the shapes of evaluation too, so that no later step compiles
+            engine.prepare(weights, self._eval_requests(), None)
 
     def _first_evaluation(self) -> None:
         watch = Stopwatch()
         self.console.line("step 0: evaluating the initial weights (the first calls compile)")
         with watch("eval"):
-            for engine in (self.greedy, self.engine):  # all their shapes now, so that no later step compiles
-                engine.prepare(self.learner.rollout_params(self.state), self._eval_requests(), None)
             self.progress.first_eval = self._evaluate()
         metrics = {"step": 0, "epoch": 0.0, **self.progress.first_eval, "seconds/eval": watch.seconds["eval"]}
         self.metrics.write(metrics)

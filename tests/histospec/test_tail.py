@@ -305,8 +305,9 @@ def test_only_what_is_declared_is_compiled():
     ]
     assert len(decodes) <= len(shapes.batches) * len(CONFIG.draft_buckets)
     others = [p for p in before if p not in decodes]
-    most = len(shapes.batches)  # of a kind
-    assert all(sum(p.startswith(kind) for p in others) <= most for kind in ("peek", "judge", "prefill", "insert"))
+    most = {"peek": len(shapes.rows), "judge": len(shapes.rows), "prefill": len(shapes.prompts)}
+    most["insert"] = len(shapes.prompts) * len(shapes.slots)
+    assert {kind: sum(p.startswith(kind) for p in others) for kind in most} == most
     assert {p for p in others if not p.startswith(("peek", "judge", "prefill", "insert"))} == {
         "empty cache 16x64",
         "grow 16x64 to 96 slots",
