@@ -32,7 +32,7 @@ from rhyme_jax.histospec.programs import Programs, Shapes
 from rhyme_jax.models.config import DecoderConfig
 
 FIRST_CHUNK = 4  # iterations after a change of K; then twice as many each time, up to `chunk`
-FIRST_QUIET = 16  # the same where nothing is drafted: a look at what drafts there would be costs as much as drafting
+FIRST_QUIET = 32  # the same where nothing is drafted: a look at the drafts there would be costs as much as drafting
 # A draft of the marginal window ends where a token all but never comes. Less would cost tokens: once K is chosen, and
 # that is where the estimates pay or do not, the positions of a row are computed whether they are used or not.
 LEAST_CHANCE = 0.02
