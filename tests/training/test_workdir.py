@@ -61,7 +61,7 @@ def test_an_existing_directory_without_a_run_is_used(tmp_path):
     [
         ({"seed": 1}, "config.seed=0, now 1"),
         ({"rollout__temperature": 0.5}, "config.rollout.temperature=1.0, now 0.5"),
-        ({"draft__buckets": (1, 4)}, "config.draft.buckets=[1, 8], now [1, 4]"),
+        ({"draft__buckets": (1, 4)}, "config.draft.buckets=[1, 4, 8, 16], now [1, 4]"),
         ({"init__weights": "smollm2"}, "config.init.weights='embedded:tiny', now 'smollm2'"),
         ({"optimizer__remat": True}, "config.optimizer.remat=False, now True"),
         ({"optimizer__schedule": "cosine"}, "config.optimizer.schedule='constant', now 'cosine'"),
