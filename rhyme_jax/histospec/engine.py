@@ -412,18 +412,7 @@ class _Session:
         if int(self.active_B.sum()) <= stop_at:  # a refill was cut short: go on with what there is
             stop_at = 0
         before = self.length_B, self.forwards_B
-        corpus, self.state, tally, steps = self.programs.chunk(
-            self.params,
-            self.beliefs() if k > 1 else None,
-            self.corpus if k > 1 else None,
-            self.state,
-            limit,
-            stop_at,
-            self._longest(self.slots, k),
-            k=k,
-        )
-        if k > 1:
-            self.corpus = corpus
+        tally, steps = self._chunk(k, limit, stop_at, self._longest(self.slots, k))
         fetched = (self.state.active_B, self.state.length_B, self.state.forwards_B, steps, tally)
         # Copies: what device_get gives may be a view of a buffer that the next chunk overwrites.
         fetched = jax.tree.map(np.array, jax.device_get(fetched))
@@ -431,6 +420,16 @@ class _Session:
         tokens, forwards = (int((x - y).sum()) for x, y in zip((self.length_B, self.forwards_B), before, strict=True))
         self.chunks.append(Chunk(rows, self.slots, k, int(steps), forwards, tokens))
         return tally
+
+    def _chunk(self, k: int, limit: int, stop_at: int, longest: int) -> tuple[Tally | None, jax.Array]:
+        """Runs the device's loop on the batch: (what became of the drafts, iterations), not waited for."""
+        beliefs, corpus = (self.beliefs(), self.corpus) if k > 1 else (None, None)
+        corpus, self.state, tally, steps = self.programs.chunk(
+            self.params, beliefs, corpus, self.state, limit, stop_at, longest, k=k
+        )
+        if k > 1:
+            self.corpus = corpus
+        return tally, steps
 
     # --- how much to draft --------------------------------------------------------------------------------------
 
@@ -464,19 +463,7 @@ class _Session:
                 costs.add(Cost(rows, self.slots, k, seconds, draft, self._time_sampling(k)))
 
     def _iterations(self, count: int, k: int) -> None:
-        drafting = k > 1
-        corpus, self.state, _, steps = self.programs.chunk(
-            self.params,
-            self.beliefs() if drafting else None,
-            self.corpus if drafting else None,
-            self.state,
-            count,
-            -1,
-            2**30,
-            k=k,
-        )
-        if drafting:
-            self.corpus = corpus
+        _, steps = self._chunk(k, count, stop_at=-1, longest=2**30)
         steps.block_until_ready()
 
     def _time_drafting(self) -> float:
