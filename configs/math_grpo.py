@@ -85,6 +85,7 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     c.grpo.aggregate = "sequence"  # "sequence" (GRPO) | "token" (DAPO)
     c.grpo.normalize_std = True  # False: Dr. GRPO's advantages
     c.grpo.updates_per_batch = 1  # optimizer steps on each batch of rollouts
+    c.grpo.importance_cap = 2.0  # cross_step: largest importance weight of a stale token
 
     # --- optimizer
     c.optimizer = ml_collections.ConfigDict()
@@ -103,6 +104,20 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     c.mesh.data = -1  # -1: the devices that are left
     c.mesh.fsdp = 1
     c.mesh.tensor = 1
+
+    # --- which devices roll out what, and when (histopipe)
+    c.pipeline = ml_collections.ConfigDict()
+    c.pipeline.mode = "balanced"  # "sync": equal shares | "balanced": by predicted length, nothing stale |
+    # "cross_step": slices run ahead by a step, samples at most one step stale
+    c.pipeline.layout = "best"  # by the cost model; or one of them, as "paper" (He et al. 2025), "longest_rollout"
+    c.pipeline.slices = 1  # equal parts of the devices, each rolling out its share
+    c.pipeline.learner_devices = 0  # the last so many devices are the learner's alone; 0: it shares the others
+    c.pipeline.tensor = 0  # devices of a slice over which the model is split; 0: as mesh.tensor
+    c.pipeline.migration = True  # a slice that is through takes over work of others (not in sync)
+    c.pipeline.defer = 0.05  # cross_step: share of a step's prompts whose late responses may join the next step
+    c.grading = ml_collections.ConfigDict()
+    c.grading.workers = 1  # processes that grade while others decode; 0: the controller does
+    c.grading.timeout = 0.0  # seconds that one prompt's grades may take; 0: any
 
     # --- evaluation and checkpoints
     c.eval = ml_collections.ConfigDict()

@@ -5,15 +5,16 @@ python -m experiments.math_grpo [--config=configs/math_grpo.py:VARIANT] [--confi
 
 import datetime
 
-from rhyme_jax.training import cli, loop
+from rhyme_jax.training import cli, distributed, loop
 
 
 def experiment(config, variant: str, workdir: str | None) -> None:
     if workdir is None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         workdir = f"runs/math_grpo-{variant}-{now}"
+    workdir = distributed.from_primary(workdir)  # one name, though the clocks of several processes differ
     loop.train(config, workdir)
 
 
 if __name__ == "__main__":
-    cli.run(experiment, default_config="configs/math_grpo.py")
+    cli.run(experiment, default_config="configs/math_grpo.py", several_processes=True)

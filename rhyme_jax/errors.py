@@ -1,4 +1,4 @@
-"""The one exception that means "the input is wrong", as opposed to "the program is wrong"."""
+"""The exceptions that entry points turn into one line: the input is wrong, or a run cannot go on."""
 
 
 class InputError(ValueError):
@@ -6,6 +6,13 @@ class InputError(ValueError):
 
     The message is a single line that names the field, the value, and what would be right. Entry points print
     it and exit with code 2; nothing else is caught there.
+    """
+
+
+class RunError(RuntimeError):
+    """A run cannot go on: a device, a grader or another process failed. What was saved is whole.
+
+    The message is a single line that names what was being worked on. Entry points print it and exit with code 1.
     """
 
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from rhyme_jax.history.store import prompt_id
-from rhyme_jax.histospec.engine import Request
+from rhyme_jax.histospec.rollouts import Request
 from rhyme_jax.models.config import DecoderConfig
 from rhyme_jax.models.params import make_mesh
 

@@ -22,8 +22,9 @@ from rhyme_jax.history.store import HistoryStore, Response, prompt_id
 from rhyme_jax.histospec import noise
 from rhyme_jax.histospec.budget import WINDOWS, CostTable
 from rhyme_jax.histospec.drafts import SOURCES, DraftRules
-from rhyme_jax.histospec.engine import Request, RolloutEngine, Rollouts
+from rhyme_jax.histospec.engine import RolloutEngine
 from rhyme_jax.histospec.iteration import EngineConfig
+from rhyme_jax.histospec.rollouts import Request, Rollouts
 from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.models import decoder
 from rhyme_jax.models.config import DecoderConfig

@@ -5,6 +5,7 @@ coupled noise; then the next step's rollouts are repeated in each mode, by turns
 acceptance estimates have settled. Each mode's tokens are compared with those of plain decoding on the same noise.
 """
 
+import concurrent.futures
 import copy
 import dataclasses
 import os
@@ -24,8 +25,9 @@ from rhyme_jax.errors import InputError
 from rhyme_jax.history.store import HistoryStore, Response
 from rhyme_jax.histospec.budget import Acceptance
 from rhyme_jax.histospec.drafts import MAX_MATCH, DraftRules, HistoryBlock, Reader, draft, make_corpus
-from rhyme_jax.histospec.engine import Request, RolloutEngine, Rollouts
+from rhyme_jax.histospec.engine import RolloutEngine
 from rhyme_jax.histospec.presets import PRESETS
+from rhyme_jax.histospec.rollouts import Request, Rollouts
 from rhyme_jax.histospec.telemetry import predicted
 from rhyme_jax.training.console import Console
 from rhyme_jax.training.loop import Trainer
@@ -97,9 +99,10 @@ class _BrevityTrainer(Trainer):
     of a model that solves none of the problems.
     """
 
-    def grade(self, problems, rollouts: Rollouts) -> tuple[list[str], np.ndarray]:
-        texts, _ = super().grade(problems, rollouts)
-        return texts, 1.0 - rollouts.response_length_N / self.settings.rollout.max_new_tokens
+    def grade(self, problem, responses) -> concurrent.futures.Future:
+        rewards = concurrent.futures.Future()
+        rewards.set_result([1.0 - len(r) / self.settings.rollout.max_new_tokens for r in responses])
+        return rewards
 
 
 class _Worlds:
@@ -117,7 +120,7 @@ class _Worlds:
             kind = _BrevityTrainer if self.config.reward == "brevity" else Trainer
             trainer = kind(train.lock(), os.path.join(self.scratch, noise), self.console)
             if self.trainers:
-                trainer.engine = next(iter(self.trainers.values())).engine
+                trainer.sampler = next(iter(self.trainers.values())).sampler
                 trainer.engine.acceptance = Acceptance(trainer.engine.config.depths)
             else:
                 trainer.measure_costs()

@@ -1,13 +1,16 @@
-"""The learner: one jitted, sharded update of the policy from a batch of graded rollouts.
+"""The learner: sharded updates of the policy from graded rollouts.
 
 Parameters and optimizer state are split over the mesh by `params.LEARNER_RULES`, the rows of a micro-batch over
-its batch axes. Gradients of the loss *sums* are accumulated over micro-batches and divided once.
+its batch axes. Gradients of the loss *sums* are accumulated over micro-batches and divided once, so an update does
+not depend on how its rows are cut up or ordered, and rows can be fed while others are still being decoded.
 
-Suffix letters: M micro-batches, B rows of one, S positions, T response positions.
+Suffix letters: N rows of a batch, B of a micro-batch, S positions, T response positions.
 """
 
 import dataclasses
 import functools
+import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +77,7 @@ class OptimizerConfig:
 class LearnerState:
     params: dict
     optimizer: optax.OptState
-    updates: jax.Array  # int32: updates done; also the version of the policy
+    updates: jax.Array  # int32: updates done
 
 
 @struct.dataclass
@@ -87,10 +90,30 @@ class Batch:
     log_prob: jax.Array  # float32 [N, T] under the policy that sampled, at the sampling temperature
     advantage: jax.Array  # float32 [N]
     valid: jax.Array  # bool [N]: graded; others get no gradient
+    stale: jax.Array | None = None  # bool [N]: sampled by an older policy than the one that learns; None: none is
+
+
+@struct.dataclass
+class Accumulated:
+    """What micro-batches have added up to."""
+
+    gradients: dict  # of the loss sums: float32, laid out like the parameters
+    sums: LossSums
+
+
+def place(x, sharding: NamedSharding) -> jax.Array:
+    """A host array, the same on every process, laid out over a mesh that may span several processes."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 class Learner:
-    """Owns the optimizer and the compiled update; the state is passed in and out."""
+    """Owns the optimizer and the compiled programs; the state is passed in and out.
+
+    Each program takes `micro_rows` rows of one width, so it is compiled once, whatever the size of a batch.
+    """
 
     def __init__(
         self,
@@ -99,7 +122,13 @@ class Learner:
         optimizer: OptimizerConfig,
         mesh: Mesh,
         temperature: float,
+        rows: int | None = None,
     ):
+        """`rows`: of the usual batch, see `check_batch_size`. None takes those of the first batch.
+
+        Raises:
+          InputError: no temperature, or rows or parameters that do not divide over the mesh.
+        """
         if not temperature > 0:
             raise InputError(f"rollout.temperature={temperature}: training needs a temperature above 0")
         self.model, self.loss, self.optimizer_config, self.mesh = model, loss, optimizer, mesh
@@ -109,14 +138,21 @@ class Learner:
             optax.clip_by_global_norm(optimizer.clip_norm),
             optax.adamw(self.learning_rates, b1=optimizer.b1, b2=optimizer.b2, weight_decay=optimizer.weight_decay),
         )
-        self._replicated = NamedSharding(mesh, PartitionSpec())
-        # Micro-batches are scanned over, so their axis stays whole and the rows of each are split.
-        self._by_row = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
+        self._micro_rows: int | None = None
+        self._widths: tuple[int, int] | None = None  # (S, T), from the first batch
+        if rows is not None:
+            self.check_batch_size(rows)
+        replicated = self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._by_row = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self._params = param_shardings(model, mesh, LEARNER_RULES)
         self._state = self._state_shardings()
+        accumulated = Accumulated(gradients=self._params, sums=replicated)
         self._init = jax.jit(self._init_state, out_shardings=self._state)
-        self._update = jax.jit(self._update_state, donate_argnums=0, out_shardings=(self._state, self._replicated))
-        self._reference = jax.jit(self._score)
+        self._zeros = jax.jit(self._no_rows, out_shardings=accumulated)
+        self._accumulate = jax.jit(self._add_rows, donate_argnums=1, out_shardings=accumulated)
+        self._apply = jax.jit(self._step, donate_argnums=0, out_shardings=(self._state, replicated))
+        # Replicated like all that the host reads: a process can only read what lies on its own devices.
+        self._score = jax.jit(lambda params, rows: self._score_rows(params, rows)[0], out_shardings=replicated)
         # A copy even where nothing changes: the update donates the learner's buffers.
         self._to_rollout = jax.jit(
             functools.partial(jax.tree.map, lambda x: jnp.array(x, model.compute_dtype, copy=True)),
@@ -129,7 +165,7 @@ class Learner:
 
     def place_params(self, params: dict) -> dict:
         """Parameters split over the mesh by the learner's rules."""
-        return jax.device_put(params, self._params)
+        return jax.tree.map(place, params, self._params)
 
     def abstract_state(self) -> LearnerState:
         """Shapes, dtypes and shardings of the state, to restore a checkpoint into."""
@@ -140,51 +176,135 @@ class Learner:
         """The policy in the compute dtype, laid out for decoding. Does not alias the state."""
         return self._to_rollout(state.params)
 
-    def reference_log_probs(self, params: dict, batch: Batch) -> np.ndarray:
-        """log-probs [N, T] of the responses under other weights, for the KL penalty."""
-        placed = self._place(batch)
-        return np.concatenate(list(np.asarray(self._reference(params, placed))))
+    def check_batch_size(self, rows: int) -> None:
+        """Sets `micro_rows`, unless it is set, for batches of usually `rows` rows.
 
-    def update(
-        self, state: LearnerState, batch: Batch, reference_log_prob: np.ndarray | None = None
-    ) -> tuple[LearnerState, dict[str, float]]:
-        """One optimizer step on a batch.
+        Raises:
+          InputError: the rows of a micro-batch do not divide over the mesh.
+        """
+        shards = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        micro_rows = -(-rows // self.optimizer_config.micro_batches)
+        if micro_rows % shards or micro_rows == 0:
+            raise InputError(
+                f"rollout.prompts_per_step * samples_per_prompt={rows}: makes micro-batches of {micro_rows} rows with "
+                f"optimizer.micro_batches={self.optimizer_config.micro_batches}; these must be divisible by "
+                f"mesh.data * mesh.fsdp = {shards}"
+            )
+        if self._micro_rows is None:
+            self._micro_rows = micro_rows
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows of a micro-batch: ceil(rows of the usual batch / micro_batches), once these are known.
+
+        Raises:
+          ValueError: they are not.
+        """
+        if self._micro_rows is None:
+            raise ValueError("learner: the rows of a batch are not known yet")
+        return self._micro_rows
+
+    def score(self, params: dict, batch: Batch) -> np.ndarray:
+        """log-probs [N, T], float32, of the responses under any weights laid out by `place_params`.
+
+        Those of the reference are for the KL penalty, those of the policy before a batch's first update for its
+        stale rows.
+        """
+        # Read one by one, so that the activations of one micro-batch are alive at a time.
+        scores = [np.asarray(self._score(params, *self._placed(*piece))) for piece in self._pieces(batch)]
+        return np.concatenate(scores)[: len(batch.tokens)]
+
+    def accumulate(
+        self,
+        state: LearnerState,
+        sums: Accumulated | None,
+        rows: Batch,
+        reference_log_prob: np.ndarray | None = None,
+        proximal_log_prob: np.ndarray | None = None,
+    ) -> Accumulated:
+        """Adds the loss and gradients of one micro-batch to `sums`; None starts. The buffers of `sums` are donated.
+
+        Does not wait for the devices, so it can run beside decoding. The rows are copied at once.
+
+        Args:
+          rows: at most `micro_rows` rows of host arrays; as wide, S and T, as all others that this learner gets.
+          reference_log_prob: [B, T] of `score`; needed where kl_coef > 0.
+          proximal_log_prob: [B, T], the policy's of `score` before the batch's first update, for stale rows. May be
+            left out at that update.
+
+        Raises:
+          ValueError: too many rows, or shapes that differ.
+        """
+        micro_batch, *log_probs = self._placed(rows, reference_log_prob, proximal_log_prob)
+        return self._accumulate(state.params, self._zeros() if sums is None else sums, micro_batch, *log_probs)
+
+    def apply(self, state: LearnerState, sums: Accumulated) -> tuple[LearnerState, dict[str, float]]:
+        """One optimizer step on the rows added up in `sums`. Waits for it.
 
         Returns:
           (new state, metrics as Python floats). The old state's buffers are donated.
 
         Raises:
-          InputError: the batch does not divide into micro-batches over the mesh.
           FloatingPointError: the loss or the gradient is not finite.
         """
-        placed = self._place(batch)
-        if reference_log_prob is not None:
-            reference_log_prob = self._split(reference_log_prob)
-        state, metrics = self._update(state, placed, reference_log_prob)
+        state, metrics = self._apply(state, sums)
         metrics = {k: float(v) for k, v in jax.device_get(metrics).items()}
         for name in ("loss", "grad_norm"):
             if not np.isfinite(metrics[name]):
                 raise FloatingPointError(f"learner: {name}={metrics[name]} at update {int(state.updates)}")
         return state, metrics
 
-    def check_batch_size(self, rows: int) -> None:
-        """Raises InputError unless `rows` split evenly into micro-batches over the mesh."""
-        shards = int(np.prod([self.mesh.shape[a] for a in BATCH_AXES]))
-        pieces = self.optimizer_config.micro_batches * shards
-        if rows % pieces:
-            raise InputError(
-                f"rollout.prompts_per_step * samples_per_prompt={rows}: must be divisible by "
-                f"optimizer.micro_batches * mesh.data * mesh.fsdp = {self.optimizer_config.micro_batches} * {shards}"
-            )
+    def update(
+        self,
+        state: LearnerState,
+        batch: Batch,
+        reference_log_prob: np.ndarray | None = None,
+        proximal_log_prob: np.ndarray | None = None,
+    ) -> tuple[LearnerState, dict[str, float]]:
+        """`accumulate` over a batch of any number of rows N, log-probs [N, T], and `apply`: one optimizer step.
 
-    def _place(self, batch: Batch) -> Batch:
-        self.check_batch_size(batch.tokens.shape[0])
-        return jax.tree.map(self._split, batch)
+        Raises:
+          InputError: the first batch, where no other rows were named, does not divide over the mesh.
+          ValueError, FloatingPointError: as these say.
+        """
+        sums = None
+        for piece in self._pieces(batch, reference_log_prob, proximal_log_prob):
+            sums = self.accumulate(state, sums, *piece)
+        return self.apply(state, sums)
 
-    def _split(self, x) -> jax.Array:
-        """[N, ...] -> [M, N / M, ...] on the mesh."""
-        x = np.asarray(x)
-        return jax.device_put(x.reshape(self.optimizer_config.micro_batches, -1, *x.shape[1:]), self._by_row)
+    def _pieces(self, batch: Batch, *log_probs) -> Iterator[tuple]:
+        """(rows, *log_probs) of each micro-batch; the last may be short."""
+        rows = len(batch.tokens)
+        if self._micro_rows is None:
+            self.check_batch_size(rows)
+        if rows == 0:
+            raise ValueError("learner: a batch without rows")
+        for start in range(0, rows, self.micro_rows):
+            stop = start + self.micro_rows
+            yield jax.tree.map(lambda x, cut=slice(start, stop): x[cut], (batch, *log_probs))
+
+    def _placed(self, rows: Batch, *log_probs) -> tuple:
+        """(rows, *log_probs) on the mesh, filled up to `micro_rows` with rows that are not valid."""
+        count = len(rows.tokens)
+        if not 1 <= count <= self.micro_rows:
+            raise ValueError(f"learner: a micro-batch of {count} rows; must have 1 to {self.micro_rows}")
+        if rows.stale is None:
+            rows = rows.replace(stale=np.zeros(count, bool))
+        positions, slots = self._widths or (rows.tokens.shape[1], rows.log_prob.shape[1])
+        shapes = {"tokens": (count, positions), "log_prob": (count, slots)}
+        for field in dataclasses.fields(Batch):
+            _check_shape(field.name, getattr(rows, field.name), shapes.get(field.name, (count,)))
+        for x in log_probs:
+            if x is not None:
+                _check_shape("reference or proximal log_prob", x, (count, slots))
+        self._widths = positions, slots
+
+        def filled(x) -> np.ndarray:  # always a copy, so that the caller may reuse its own while the devices work
+            return np.concatenate([x, np.repeat(x[-1:], self.micro_rows - count, axis=0)])
+
+        rows, *log_probs = jax.tree.map(filled, (rows, *log_probs))
+        rows.valid[count:] = False
+        return jax.tree.map(lambda x: place(x, self._by_row), (rows, *log_probs))
 
     def _state_shardings(self) -> LearnerState:
         abstract = jax.eval_shape(self.optimizer.init, abstract_params(self.model))
@@ -213,29 +333,40 @@ class Learner:
             mesh=self.mesh,
         )
 
-    def _score(self, params: dict, batch: Batch) -> jax.Array:
-        return jax.lax.map(lambda rows: self._score_rows(params, rows)[0], batch)
+    def _no_rows(self) -> Accumulated:
+        return Accumulated(
+            gradients=jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), abstract_params(self.model)),
+            sums=LossSums(**{f.name: jnp.float32(0) for f in dataclasses.fields(LossSums)}),
+        )
 
-    def _update_state(self, state: LearnerState, batch: Batch, reference_MBT) -> tuple[LearnerState, dict]:
-        def loss_sum(params: dict, rows: Batch, reference_BT) -> tuple[jax.Array, LossSums]:
+    def _add_rows(self, params: dict, total: Accumulated, rows: Batch, reference_BT, proximal_BT) -> Accumulated:
+        def loss_sum(params: dict) -> tuple[jax.Array, LossSums]:
             log_prob_BT, entropy_BT = self._score_rows(params, rows)
             mask_BT = (jnp.arange(log_prob_BT.shape[1]) < rows.response_length[:, None]) & rows.valid[:, None]
-            sums = policy_loss(self.loss, log_prob_BT, entropy_BT, rows.log_prob, rows.advantage, mask_BT, reference_BT)
+            sums = policy_loss(
+                self.loss,
+                log_prob_BT,
+                entropy_BT,
+                rows.log_prob,
+                rows.advantage,
+                mask_BT,
+                reference_BT,
+                rows.stale,
+                proximal_BT,
+            )
             return sums.loss, sums
 
-        def accumulate(carry, piece):
-            gradients, sums = jax.grad(loss_sum, has_aux=True)(state.params, *piece)
-            return jax.tree.map(jnp.add, carry, (jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums)), None
+        gradients, sums = jax.grad(loss_sum, has_aux=True)(params)
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+        return jax.tree.map(jnp.add, total, Accumulated(gradients, sums))
 
-        zero = jnp.float32(0)
-        start = (
-            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params),
-            LossSums(**{f.name: zero for f in dataclasses.fields(LossSums)}),
+    def _step(self, state: LearnerState, total: Accumulated) -> tuple[LearnerState, dict]:
+        sums = total.sums
+        # All samples masked gives sums of 0; the guards make that a zero gradient instead of 0/0.
+        weight, tokens, stale, fresh = (
+            jnp.maximum(count, 1) for count in (sums.weight, sums.tokens, sums.stale, sums.tokens - sums.stale)
         )
-        (gradients, sums), _ = jax.lax.scan(accumulate, start, (batch, reference_MBT))
-        # All samples masked gives sums of 0; the guard makes that a zero gradient instead of 0/0.
-        weight, tokens = jnp.maximum(sums.weight, 1), jnp.maximum(sums.tokens, 1)
-        gradients = jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), gradients, state.params)
+        gradients = jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), total.gradients, state.params)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
         metrics = {
             "loss": sums.loss / weight,
@@ -243,7 +374,10 @@ class Learner:
             "entropy": sums.entropy / tokens,
             "clip_fraction": sums.clipped / tokens,
             "ratio_mean": sums.ratio / tokens,
-            "rollout_gap": sums.gap / tokens,
+            "rollout_gap": sums.gap / fresh,
+            "stale_share": sums.stale / tokens,
+            "importance_mean": jnp.where(sums.stale > 0, sums.importance / stale, 1.0),
+            "importance_truncated": sums.truncated / stale,
             "grad_norm": optax.tree.norm(gradients),
             "learning_rate": self.learning_rates(state.updates),
         }
@@ -253,3 +387,8 @@ class Learner:
             ),
             metrics,
         )
+
+
+def _check_shape(name: str, x: np.ndarray, want: tuple[int, ...]) -> None:
+    if np.shape(x) != want:
+        raise ValueError(f"learner: {name} of shape {np.shape(x)}; this learner's batches need {want}")

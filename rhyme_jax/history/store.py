@@ -172,17 +172,6 @@ class HistoryStore:
             for tokens, record in zip(visit.split(), visit.records_R, strict=True)
         ]
 
-    def mean_length(self, prompt: Sequence[int]) -> float | None:
-        """Mean length in tokens of the kept responses to a prompt, None for an unseen one.
-
-        It is the mean of the visits' means, each visit weighing twice as much as the visit before it.
-        """
-        visits = self._find(prompt)[1].visits
-        if not visits:
-            return None
-        means = [v.tokens_T.size / len(v.records_R) for v in visits]
-        return float(np.average(means, weights=0.5 ** np.arange(len(visits))[::-1]))
-
     def add(self, prompt: Sequence[int], responses: Iterable[Response]) -> None:
         """Adds one visit's responses to a prompt."""
         # Sorted, because a deferred rollout may arrive after those of a later step.

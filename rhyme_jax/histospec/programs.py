@@ -24,6 +24,7 @@ from rhyme_jax.models.config import DecoderConfig
 from rhyme_jax.models.params import BATCH_AXES
 
 ROW_STEP, ROW_SIZES, FEWEST_ROWS = 4, 3, 2  # a batch shrinks to 1/4 and 1/16 of its rows, not below 2
+RESUMED = 2  # rollouts that are taken over from another slice are prefilled by so many at a time
 SLOT_STEP, SLOT_SIZES, SLOT_START = 1.5, 3, 32  # a cache starts with room for 32 tokens of a response, grows twice
 
 
@@ -36,6 +37,7 @@ class Shapes:
     prompts: tuple[int, ...]  # of a prefill: of a whole batch, of a refill
     prompt_slots: int
     response_slots: int
+    resumed: int = 0  # rows of a prefill of rollouts that go on from another session; 0 where none does
 
     @property
     def positions(self) -> int:
@@ -79,9 +81,18 @@ class Programs:
         """The padded number of rows: a power of two, rounded up to fill the mesh."""
         return self._fill_mesh(bucket(rows, minimum=1))
 
-    def shapes(self, prompts: Sequence[bytes], longest_prompt: int, longest_response: int) -> Shapes:
-        """The sizes for requests with these prompts (of each request, in order)."""
-        rows = [self.row_bucket(min(len(prompts), self.config.max_rows))]
+    def shapes(
+        self,
+        prompts: Sequence[bytes],
+        longest_prompt: int,
+        longest_response: int,
+        slices: int = 1,
+        migration: bool = False,
+    ) -> Shapes:
+        """The sizes for requests with these prompts (of each request, in order), over so many slices: an equal share
+        of them fits a batch, and what a slice gets beyond that waits.
+        """
+        rows = [self.row_bucket(min(-(-len(prompts) // slices), self.config.max_rows))]
         while len(rows) < ROW_SIZES and FEWEST_ROWS <= self._fill_mesh(rows[-1] // ROW_STEP) < rows[-1]:
             rows.append(self._fill_mesh(rows[-1] // ROW_STEP))
         prompt_slots = bucket(longest_prompt, self.config.prompt_slots)
@@ -91,10 +102,13 @@ class Programs:
         slots = [positions]
         while len(slots) < SLOT_SIZES and round(slots[0] / step) >= first:
             slots.insert(0, round(slots[0] / step))
-        together = [self.row_bucket(len(set(prompts[: rows[0]])))]
+        # A slice may get its rows from any of the prompts.
+        first = prompts[: rows[0]] if slices == 1 else prompts
+        together = [self.row_bucket(min(len(set(first)), rows[0]))]
         if len(prompts) > rows[0] and self._fill_mesh(together[0] // ROW_STEP) < together[0]:
             together.insert(0, self._fill_mesh(max(1, together[0] // ROW_STEP)))
-        return Shapes(tuple(rows), tuple(slots), tuple(together), prompt_slots, response_slots)
+        resumed = self._fill_mesh(min(RESUMED, rows[0])) if migration else 0
+        return Shapes(tuple(rows), tuple(slots), tuple(together), prompt_slots, response_slots, resumed)
 
     def _fill_mesh(self, rows: int) -> int:
         return -(-rows // self._row_multiple) * self._row_multiple

@@ -6,7 +6,7 @@ import numpy as np
 
 from rhyme_jax.histospec.budget import CostTable, Tally
 from rhyme_jax.histospec.drafts import SOURCES
-from rhyme_jax.histospec.engine import Chunk, Rollouts
+from rhyme_jax.histospec.rollouts import Chunk, Rollouts
 
 
 def share(part: float, whole: float) -> float | None:

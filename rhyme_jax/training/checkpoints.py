@@ -1,8 +1,9 @@
-"""Checkpoints of a run with Orbax: learner state, history, and the counters of the loop.
+"""Checkpoints of a run with Orbax: learner state, history, lengths, and the counters of the loop.
 
-`checkpoints/<step>/` holds three items: `learner` (arrays, sharded), `history` (flat arrays; absent while the
-history is empty, because Orbax refuses zero-size arrays) and `loop` (JSON). Saving is asynchronous; a checkpoint
-appears under its final name only when it is complete.
+`checkpoints/<step>/` holds the items `learner` (arrays, sharded), `history` and `lengths` (flat arrays; absent while
+they are empty, because Orbax refuses zero-size arrays) and `loop` (JSON). Saving is asynchronous; a checkpoint appears
+under its final name only when it is complete. With several processes all of them save and restore together, and any
+number of processes can restore what any number saved.
 """
 
 import pathlib
@@ -13,6 +14,8 @@ import orbax.checkpoint as ocp
 
 from rhyme_jax.errors import InputError, one_line
 
+ARRAYS = ("history", "lengths")
+
 
 class Checkpoints:
     def __init__(self, directory, keep: int):
@@ -20,7 +23,7 @@ class Checkpoints:
             raise InputError(f"checkpoint.keep={keep}: must be at least 1")
         self._manager = ocp.CheckpointManager(
             pathlib.Path(directory).absolute(),
-            item_names=("learner", "history", "loop"),
+            item_names=("learner", *ARRAYS, "loop"),
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True),
         )
 
@@ -29,19 +32,20 @@ class Checkpoints:
         """The newest complete checkpoint's step (number of training steps done)."""
         return self._manager.latest_step()
 
-    def save(self, step: int, learner: Any, history: dict[str, np.ndarray], loop: dict) -> None:
+    def save(self, step: int, learner: Any, arrays: dict[str, dict[str, np.ndarray]], loop: dict) -> None:
         """Starts saving; returns when the arrays have left the device.
 
-        `history` must not be changed afterwards (`HistoryStore.to_arrays` makes a snapshot).
+        Args:
+          arrays: host arrays by name for each item of ARRAYS, the same in every process. They must not be changed
+            afterwards (`HistoryStore.to_arrays` makes a snapshot).
         """
-        loop = {**loop, "history_arrays": {k: [list(v.shape), str(v.dtype)] for k, v in history.items()}}
-        items = {"learner": ocp.args.StandardSave(learner), "loop": ocp.args.JsonSave(loop)}
-        if history:
-            items["history"] = ocp.args.StandardSave(history)
+        shapes = {item: {k: [list(v.shape), str(v.dtype)] for k, v in arrays[item].items()} for item in ARRAYS}
+        items = {"learner": ocp.args.StandardSave(learner), "loop": ocp.args.JsonSave({**loop, "arrays": shapes})}
+        items |= {item: ocp.args.StandardSave(arrays[item]) for item in ARRAYS if arrays[item]}
         self._manager.save(step, args=ocp.args.Composite(**items))
 
-    def restore(self, step: int, abstract_learner: Any) -> tuple[Any, dict[str, np.ndarray], dict]:
-        """(learner state in the given shapes and shardings, history arrays, loop counters).
+    def restore(self, step: int, abstract_learner: Any) -> tuple[Any, dict[str, dict[str, np.ndarray]], dict]:
+        """(learner state in the given shapes and shardings, arrays of the items ARRAYS, loop counters).
 
         Raises:
           InputError: the checkpoint is damaged, or of another model.
@@ -54,15 +58,18 @@ class Checkpoints:
                 f"from an earlier one"
             ) from e
 
-    def _restore(self, step: int, abstract_learner: Any) -> tuple[Any, dict[str, np.ndarray], dict]:
+    def _restore(self, step: int, abstract_learner: Any) -> tuple[Any, dict[str, dict[str, np.ndarray]], dict]:
         loop = self._manager.restore(step, args=ocp.args.Composite(loop=ocp.args.JsonRestore()))["loop"]
-        arrays = loop.pop("history_arrays")
+        shapes = loop.pop("arrays")
         items = {"learner": ocp.args.StandardRestore(abstract_learner)}
-        if arrays:
-            items["history"] = ocp.args.StandardRestore({k: np.empty(s, d) for k, (s, d) in arrays.items()})
+        for item in ARRAYS:
+            if shapes[item]:
+                items[item] = ocp.args.StandardRestore({k: np.empty(s, d) for k, (s, d) in shapes[item].items()})
         restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        history = {k: np.asarray(v) for k, v in restored["history"].items()} if arrays else {}
-        return restored["learner"], history, loop
+        arrays = {
+            item: {k: np.asarray(v) for k, v in restored[item].items()} if item in items else {} for item in ARRAYS
+        }
+        return restored["learner"], arrays, loop
 
     def wait(self) -> None:
         """Returns when everything asked for is on disk; raises what went wrong while saving."""

@@ -14,17 +14,23 @@ from absl import app, flags, logging
 from flax import traverse_util
 from ml_collections import config_flags
 
-from rhyme_jax.errors import InputError, one_line
+from rhyme_jax.errors import InputError, RunError, one_line
+from rhyme_jax.training import distributed
 from rhyme_jax.training.settings import unknown_field
 
-BAD_INPUT = 2  # exit code
+BAD_INPUT, FAILED = 2, 1  # exit codes
 
 
-def run(experiment: Callable[[ml_collections.ConfigDict, str, str | None], None], default_config: str) -> None:
+def run(
+    experiment: Callable[[ml_collections.ConfigDict, str, str | None], None],
+    default_config: str,
+    several_processes: bool = False,
+) -> None:
     """Parses the command line and calls experiment(config, variant, workdir).
 
     Args:
       default_config: config file, relative to the repository's root.
+      several_processes: whether several processes can run it together, see `training.distributed`.
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     default = os.path.join(root, default_config)
@@ -34,6 +40,8 @@ def run(experiment: Callable[[ml_collections.ConfigDict, str, str | None], None]
     except Exception as e:
         _refuse(_explain(e, sys.argv, default))
     flags.DEFINE_string("workdir", None, "Where the run is kept; the same workdir again resumes it.")
+    if several_processes:
+        distributed.define_flags()
 
     def parse(argv):
         try:
@@ -51,9 +59,15 @@ def run(experiment: Callable[[ml_collections.ConfigDict, str, str | None], None]
         config = flags.FLAGS.config
         variant = flags.FLAGS["config"].config_filename.partition(":")[2] or "default"
         try:
-            experiment(config.lock(), variant, flags.FLAGS.workdir)
+            workdir = flags.FLAGS.workdir
+            cluster = distributed.from_flags() if several_processes else None
+            with distributed.running(cluster, {"--workdir": workdir, **_fields(config)}):
+                experiment(config.lock(), variant, workdir)
         except InputError as e:
             _refuse(str(e))
+        except RunError as e:
+            sys.stderr.write(f"error: {e}\n")
+            sys.exit(FAILED)
 
     app.run(main, flags_parser=parse)
 
@@ -77,6 +91,11 @@ def _explain(error: Exception, argv: list[str], default: str) -> str:
         if name not in known:
             return str(unknown_field(name, known))
     return one_line(error)
+
+
+def _fields(config: ml_collections.ConfigDict) -> dict:
+    """The config's fields by the names of their options."""
+    return {f"config.{k}": v for k, v in traverse_util.flatten_dict(config.to_dict(), sep=".").items()}
 
 
 def _refuse(message: str) -> NoReturn:

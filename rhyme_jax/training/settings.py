@@ -14,6 +14,7 @@ import ml_collections
 from rhyme_jax.errors import InputError
 from rhyme_jax.grpo.learner import OptimizerConfig
 from rhyme_jax.grpo.losses import LossConfig
+from rhyme_jax.histopipe.plan import LAYOUTS, MODES
 from rhyme_jax.history.store import VOTE_WEIGHTS
 from rhyme_jax.histospec import noise
 from rhyme_jax.histospec.budget import WINDOWS
@@ -166,12 +167,13 @@ class Grpo:
     aggregate: str
     normalize_std: bool
     updates_per_batch: int
+    importance_cap: float
 
     def __post_init__(self):
         _at_least("grpo", self, 1, "updates_per_batch")
 
     def loss(self) -> LossConfig:
-        return LossConfig(self.clip_low, self.clip_high, self.kl_coef, self.aggregate)
+        return LossConfig(self.clip_low, self.clip_high, self.kl_coef, self.aggregate, self.importance_cap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +197,44 @@ class MeshShape:
     data: int
     fsdp: int
     tensor: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    mode: str
+    layout: str
+    slices: int
+    learner_devices: int
+    tensor: int
+    migration: bool
+    defer: float
+
+    def __post_init__(self):
+        _one_of("pipeline.mode", self.mode, MODES)
+        _one_of("pipeline.layout", self.layout, LAYOUTS)
+        _at_least("pipeline", self, 1, "slices")
+        _at_least("pipeline", self, 0, "learner_devices", "tensor")
+        if not 0 <= self.defer <= 0.5:
+            raise InputError(f"pipeline.defer={self.defer}: must be a share of a step's prompts from 0 to 0.5")
+
+    @property
+    def migrates(self) -> bool:
+        return self.migration and self.mode != "sync" and self.slices > 1
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.mode == "cross_step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Grading:
+    workers: int
+    timeout: float
+
+    def __post_init__(self):
+        _at_least("grading", self, 0, "workers", "timeout")
+        if self.timeout and not self.workers:
+            raise InputError(f"grading.timeout={self.timeout}: needs grading.workers of at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +268,8 @@ class Settings:
     grpo: Grpo
     optimizer: Optimizer
     mesh: MeshShape
+    pipeline: Pipeline
+    grading: Grading
     eval: Eval
     checkpoint: Checkpoint
 
@@ -245,6 +287,12 @@ class Settings:
             raise InputError(
                 "rollout.samples_per_prompt=1: a group of one has no advantage, nothing would be learned; use 2 or more"
             )
+        for name, prompts in (
+            ("rollout.prompts_per_step", self.rollout.prompts_per_step),
+            ("task.eval_size", self.task.eval_size),
+        ):
+            if self.pipeline.slices > prompts:
+                raise InputError(f"pipeline.slices={self.pipeline.slices}: must not exceed {name}={prompts}")
         # Their own checks run now rather than after the weights are loaded.
         self.engine(self.rollout.sampling(), eos_ids=(0,), prompt_slots=self.rollout.max_prompt_tokens)
         self.grpo.loss()

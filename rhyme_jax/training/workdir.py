@@ -3,6 +3,7 @@
 config.json            the config, versions and git revision of the first start
 checkpoints/<step>/    see `training.checkpoints`
 metrics.jsonl          one object a step
+timeline.jsonl         what each slice did when, see `histopipe.timeline`
 samples/step_*.jsonl   the rollouts of each step
 cost_table.json        measured seconds of a decoding iteration by shape
 result.json            written when the run is complete
@@ -29,11 +30,14 @@ MAY_CHANGE = ("steps", "eval.every", "checkpoint.every", "checkpoint.keep")
 
 
 class Workdir:
-    def __init__(self, path):
-        self.path = pathlib.Path(path)
+    """`writes`: whether this process does; of several processes only the first."""
+
+    def __init__(self, path, writes: bool = True):
+        self.path, self.writes = pathlib.Path(path), writes
         self.checkpoints = self.path / "checkpoints"
         self.samples = self.path / "samples"
         self.metrics = self.path / "metrics.jsonl"
+        self.timeline = self.path / "timeline.jsonl"
         self.result = self.path / "result.json"
         self.cost_table = self.path / "cost_table.json"
         self.config = self.path / "config.json"
@@ -48,6 +52,8 @@ class Workdir:
         stored = self._read_config()
         if stored is not None:
             _check_same(stored["config"], config.to_dict(), self.path)
+        if not self.writes:
+            return
         try:
             self.samples.mkdir(parents=True, exist_ok=True)
             if stored is None:
@@ -63,7 +69,8 @@ class Workdir:
 
     def release(self) -> None:
         """Lets other runs use the directory."""
-        self._lock.close()
+        if self.writes:
+            self._lock.close()
 
     def _read_config(self) -> dict | None:
         try:
@@ -80,29 +87,47 @@ class Workdir:
         return stored
 
     def write_samples(self, step: int, samples: Iterable[dict]) -> None:
-        lines = "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples)
-        (self.samples / f"step_{step:06d}.jsonl").write_text(lines, encoding="utf-8")
+        if self.writes:
+            lines = "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples)
+            (self.samples / f"step_{step:06d}.jsonl").write_text(lines, encoding="utf-8")
+
+    def write_json(self, path: pathlib.Path, value: dict) -> None:
+        if self.writes:
+            write_json(path, value)
+
+    def remove_result(self) -> None:
+        if self.writes:
+            self.result.unlink(missing_ok=True)
+
+    def step_file(self, path: pathlib.Path, done_steps: int) -> "StepFile":
+        return StepFile(path if self.writes else None, done_steps)
 
 
-class MetricsFile:
-    """Appends one JSON object a line. Opening it for a resumed run drops lines of later steps, and a last line
-    that was torn by a crash.
+class StepFile:
+    """Appends JSON objects with a `step`, one a line. Opening it for a resumed run drops lines of later steps, and a
+    last line that was torn by a crash. With None for a path nothing is written.
     """
 
-    def __init__(self, path: pathlib.Path, done_steps: int):
-        # With no step done the run starts over, and evaluates its initial weights again.
-        kept = [metrics for metrics in read_metrics(path) if metrics["step"] <= done_steps] if done_steps else []
-        write_whole(path, "".join(json.dumps(metrics) + "\n" for metrics in kept))
-        self._file = path.open("a")
+    def __init__(self, path: pathlib.Path | None, done_steps: int):
+        self._file = None
+        if path is not None:
+            # With no step done the run starts over, and evaluates its initial weights again.
+            kept = [record for record in read_metrics(path) if record["step"] <= done_steps] if done_steps else []
+            write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+            self._file = path.open("a")
 
-    def write(self, metrics: dict[str, Any]) -> None:
-        """Appends a line. NaN and infinity, which are not JSON, become null."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+    def write(self, *records: dict[str, Any]) -> None:
+        """Appends a line each. NaN and infinity, which are not JSON, become null."""
+        if self._file is None:
+            return
+        for record in records:
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_metrics(path) -> list[dict]:

@@ -5,6 +5,7 @@ The reference differentiates one unpadded response at a time, adds up, and takes
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -13,9 +14,12 @@ import numpy as np
 import optax
 import pytest
 from helpers import SMALL, one_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rhyme_jax.errors import InputError
-from rhyme_jax.grpo.learner import Batch, Learner, OptimizerConfig
+from rhyme_jax.grpo.learner import Batch, Learner, LearnerState, OptimizerConfig, place
 from rhyme_jax.grpo.losses import LossConfig
 from rhyme_jax.models import decoder
 from rhyme_jax.models.params import init_params, make_mesh
@@ -41,7 +45,7 @@ def learner(loss=GRPO, optimizer=PLAIN, mesh=(1, 1, 1), model=MODEL) -> Learner:
 @functools.cache  # with what it has compiled
 def _learner(loss, optimizer, mesh, model) -> Learner:
     mesh = one_device() if mesh == (1, 1, 1) else make_mesh(*mesh)
-    return Learner(model, loss, optimizer, mesh, TEMPERATURE)
+    return Learner(model, loss, optimizer, mesh, TEMPERATURE, rows=N)
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +87,17 @@ def _row_log_probs(params, tokens, prompt: int, response: int):
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 @functools.partial(jax.value_and_grad, has_aux=True)
-def _row_loss(params, tokens, prompt: int, response: int, least, most, kl_coef, behaviour, advantage, reference):
+def _row_loss(params, tokens, prompt: int, response: int, least, most, kl_coef, near, factor, advantage, reference):
     log_prob = _row_log_probs(params, tokens, prompt, response)
-    ratio = jnp.exp(log_prob - behaviour)
+    ratio = jnp.exp(log_prob - near)
     held = jnp.where(advantage > 0, jnp.minimum(ratio, most), jnp.maximum(ratio, least))
     kl = jnp.exp(reference - log_prob) - (reference - log_prob) - 1
-    return jnp.sum(-held * advantage + kl_coef * kl), jnp.sum(kl)
+    return jnp.sum(-held * advantage * factor + kl_coef * kl), jnp.sum(kl)
 
 
-def reference_loss(params, batch: Batch, loss: LossConfig, reference_params) -> tuple[float, float, dict]:
+def reference_loss(
+    params, batch: Batch, loss: LossConfig, reference_params, proximal_params
+) -> tuple[float, float, dict]:
     """(loss, KL, gradients as float64 NumPy) of the mean over valid rows, or over their tokens."""
     total = kl_total = weight = 0
     gradients = jax.tree.map(lambda p: np.zeros(p.shape), params)
@@ -100,8 +106,12 @@ def reference_loss(params, batch: Batch, loss: LossConfig, reference_params) -> 
         prompt, response = int(batch.prompt_length[n]), int(batch.response_length[n])
         row = batch.tokens[n, : prompt + response], prompt, response
         reference = _row_log_probs(reference_params, *row)
-        behaviour = batch.log_prob[n, :response]
-        (value, kl), gradient = _row_loss(params, *row, *bounds, behaviour, batch.advantage[n], reference)
+        near, factor = batch.log_prob[n, :response], np.ones(response, np.float32)
+        if batch.stale is not None and batch.stale[n]:
+            proximal = _row_log_probs(proximal_params, *row)
+            factor = np.minimum(np.exp(proximal - near), loss.importance_cap)
+            near = proximal
+        (value, kl), gradient = _row_loss(params, *row, *bounds, near, factor, batch.advantage[n], reference)
         share = 1 if loss.aggregate == "token" else 1 / response
         total, kl_total, weight = total + share * value, kl_total + share * kl, weight + share * response
         gradients = jax.tree.map(
@@ -163,22 +173,29 @@ def plain_run(params, batch):
 # --- one update -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("loss", "optimizer"), [(GRPO, PLAIN), (DAPO_KL, CLIPPED)], ids=["grpo", "dapo, kl, clipped"])
-def test_updates_equal_the_reference(loss, optimizer, params, other_params, batch):
-    fast = learner(loss, optimizer)
-    reference = fast.reference_log_probs(other_params, batch) if loss.kl_coef else None
+@pytest.mark.parametrize(
+    ("loss", "optimizer", "stale"),
+    [(GRPO, PLAIN, None), (DAPO_KL, CLIPPED, np.arange(N) % 3 == 0)],
+    ids=["grpo", "dapo, kl, clipped, a third stale"],
+)
+def test_updates_equal_the_reference(loss, optimizer, stale, params, other_params, batch):
+    """Two on one batch, so that the second has moved away from the policy that was proximal at the first."""
+    fast, batch = learner(loss, optimizer), batch.replace(stale=stale)
+    reference = fast.score(other_params, batch) if loss.kl_coef else None
+    proximal = fast.score(params, batch) if stale is not None else None
     rates = [1e-4 / 3, 2e-4 / 3] if optimizer.warmup_updates else [1e-4, 1e-4]
     state, slow = fast.init(params), ReferenceAdamW(params, optimizer)
     for rate in rates:
         slow_params = jax.tree.map(np.float32, slow.params)
-        value, kl, gradients = reference_loss(slow_params, batch, loss, other_params)
+        value, kl, gradients = reference_loss(slow_params, batch, loss, other_params, params)
         slow.step(gradients, rate)
-        state, metrics = fast.update(state, batch, reference)
+        state, metrics = fast.update(state, batch, reference, proximal)
         assert metrics["loss"] == pytest.approx(value, rel=2e-6, abs=1e-6)
         assert metrics["kl"] == pytest.approx(kl if loss.kl_coef else 0, rel=2e-6, abs=1e-6)
         assert metrics["grad_norm"] == pytest.approx(norm(gradients), rel=1e-5)  # before it is clipped
         assert metrics["learning_rate"] == pytest.approx(rate, rel=1e-6)
         assert metrics["clip_fraction"] > 0.1
+        assert 0.2 < metrics["stale_share"] < 0.4 if stale is not None else metrics["stale_share"] == 0
         assert_close(optax.tree_utils.tree_get(state.optimizer, "mu"), slow.first, 1e-6)
         assert_close(state.params, slow.params, 1e-6)
     moved = jax.tree.map(lambda p, q: np.abs(np.asarray(p) - np.asarray(q)).max(), state.params, params)
@@ -257,21 +274,123 @@ def assert_as_declared(x, declared):
 
 
 @needs_8_devices
-def test_a_batch_that_does_not_divide_is_refused(params, batch):
-    fast = learner(GRPO, dataclasses.replace(PLAIN, micro_batches=2), (2, 2, 2))
-    for rows in (8, 16, 80):
+def test_place_is_device_put(params):
+    """Where the mesh lies in one process; elsewhere it puts down the same blocks, one by one."""
+    mesh = make_mesh(2, 2, 2)
+    x = np.arange(8 * 6 * 4, dtype=np.float32).reshape(8, 6, 4)
+    for spec in (PartitionSpec(), PartitionSpec(("data", "fsdp")), PartitionSpec("data", None, "tensor")):
+        sharding = NamedSharding(mesh, spec)
+        blocks = jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        for got in (place(x, sharding), blocks):
+            assert got.sharding == sharding
+            np.testing.assert_array_equal(got, x)
+
+
+# --- micro-batches --------------------------------------------------------------------------------------------
+
+
+def pick(batch: Batch, rows) -> Batch:
+    return jax.tree.map(lambda x: x[rows], batch)
+
+
+@settings(deadline=None, max_examples=12)
+@given(order=st.permutations(range(N)), cuts=st.sets(st.integers(1, N - 1)))
+def test_rows_may_come_in_any_order_and_pieces(order, cuts, params, batch, plain_run):
+    """Pieces of 1 to 4 rows into micro-batches of 4, the rest of which is padding."""
+    fast = learner(GRPO, dataclasses.replace(PLAIN, micro_batches=4))
+    edges = sorted({*cuts, *range(0, N + 1, 4)})
+    state, sums = fast.init(params), None
+    for update in range(2):
+        sums = None
+        for start, stop in itertools.pairwise(edges):
+            sums = fast.accumulate(state, sums, pick(batch, list(order[start:stop])))
+        state, metrics = fast.apply(state, sums)
+        assert metrics == pytest.approx(plain_run[1][update], rel=1e-5, abs=1e-6)
+    assert_close(state.params, plain_run[0], 1e-6)
+
+
+def test_the_last_micro_batch_is_filled_up(params, batch, plain_run):
+    """16 rows in micro-batches of 6; each program is compiled once, whatever the size of a batch."""
+    fast = learner(GRPO, dataclasses.replace(PLAIN, micro_batches=3))
+    assert fast.micro_rows == 6
+    got, metrics = run(fast, params, batch)
+    assert_close(got, plain_run[0], 1e-6)
+    assert metrics[1] == pytest.approx(plain_run[1][1], rel=1e-5, abs=1e-6)
+    state = fast.init(params)
+    for rows in (1, 7, 12, 40):
+        some = pick(batch, np.arange(rows) % N)
+        assert fast.score(params, some).shape == (rows, T)
+        state, metrics = fast.update(state, some)
+        assert math.isfinite(metrics["loss"])
+    for program in (fast._accumulate, fast._apply, fast._score, fast._zeros):
+        assert program._cache_size() == 1
+
+
+def test_accumulating_takes_a_copy_and_donates_the_sums_alone(params, batch):
+    fast = learner(GRPO, dataclasses.replace(PLAIN, micro_batches=4))
+    state = fast.init(params)
+    pieces = [pick(batch, slice(i, i + 4)) for i in range(0, N, 4)]
+    want = None
+    for piece in pieces:
+        want = fast.accumulate(state, want, piece)
+    sums = None
+    for piece in pieces:
+        old, mine = sums, jax.tree.map(np.array, piece)
+        sums = fast.accumulate(state, sums, mine)
+        for x in jax.tree.leaves(mine):
+            x[...] = 1
+        assert old is None or all(x.is_deleted() for x in jax.tree.leaves(old.gradients))
+    jax.tree.map(np.testing.assert_array_equal, sums, want)
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+
+
+@needs_8_devices
+def test_micro_batches_that_do_not_divide_over_the_mesh_are_refused(params, batch):
+    optimizer = dataclasses.replace(PLAIN, micro_batches=2)
+    fast = learner(GRPO, optimizer, (2, 2, 2))
+    for rows in (7, 8, 15, 16, 80):  # micro-batches of 4, 8, 40
         fast.check_batch_size(rows)
     message = (
-        r"^rollout.prompts_per_step \* samples_per_prompt=12: must be divisible by "
-        r"optimizer.micro_batches \* mesh.data \* mesh.fsdp = 2 \* 4$"
+        r"^rollout.prompts_per_step \* samples_per_prompt={}: makes micro-batches of {} rows with "
+        r"optimizer.micro_batches=2; these must be divisible by mesh.data \* mesh.fsdp = 4$"
     )
-    with pytest.raises(InputError, match=message):
-        fast.check_batch_size(12)
-    twelve = jax.tree.map(lambda x: x[:12], batch)
-    with pytest.raises(InputError, match=message):
-        fast.update(fast.init(params), twelve)
-    with pytest.raises(InputError, match=message):
-        fast.reference_log_probs(params, twelve)
+    for rows, micro_rows in ((12, 6), (9, 5), (2, 1), (0, 0)):
+        with pytest.raises(InputError, match=message.format(rows, micro_rows)):
+            fast.check_batch_size(rows)
+    twelve = pick(batch, slice(12))
+    with pytest.raises(InputError, match=message.format(12, 6)):
+        Learner(MODEL, GRPO, optimizer, fast.mesh, TEMPERATURE, rows=12)
+    unset = Learner(MODEL, GRPO, optimizer, fast.mesh, TEMPERATURE)
+    with pytest.raises(InputError, match=message.format(12, 6)):
+        unset.update(unset.init(params), twelve)
+    with pytest.raises(InputError, match=message.format(12, 6)):
+        unset.score(params, twelve)
+
+
+def test_shapes_are_checked(params, batch):
+    fast = Learner(MODEL, GRPO, dataclasses.replace(PLAIN, micro_batches=4), one_device(), TEMPERATURE)
+    state = LearnerState(params, optimizer=None, updates=None)  # nothing is computed
+    with pytest.raises(ValueError, match=r"^learner: the rows of a batch are not known yet$"):
+        fast.accumulate(state, None, batch)
+    fast.check_batch_size(N)
+    for rows in (5, 0):
+        with pytest.raises(ValueError, match=rf"^learner: a micro-batch of {rows} rows; must have 1 to 4$"):
+            fast.accumulate(state, None, pick(batch, slice(rows)))
+    with pytest.raises(ValueError, match=r"^learner: a batch without rows$"):
+        fast.update(state, pick(batch, slice(0)))
+    four = pick(batch, slice(4))
+    fast._placed(four)  # the first rows say how wide the others must be
+    for change, message in (
+        ({"tokens": four.tokens[:, 1:]}, r"tokens of shape \(4, 13\); this learner's batches need \(4, 14\)"),
+        ({"log_prob": four.log_prob[:, 1:]}, r"log_prob of shape \(4, 5\); this learner's batches need \(4, 6\)"),
+        ({"valid": four.valid[1:]}, r"valid of shape \(3,\); this learner's batches need \(4,\)"),
+        ({"stale": four.log_prob > 0}, r"stale of shape \(4, 6\); this learner's batches need \(4,\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^learner: {message}$"):
+            fast.accumulate(state, None, four.replace(**change))
+    for log_probs in ((batch.log_prob, None), (None, four.log_prob[:, 1:])):
+        with pytest.raises(ValueError, match=r"^learner: reference or proximal log_prob of shape"):
+            fast.accumulate(state, None, four, *log_probs)
 
 
 # --- what counts and what does not ----------------------------------------------------------------------------
@@ -316,7 +435,7 @@ def test_ungraded_samples_get_no_gradient(params, batch, plain_run):
 def test_a_batch_without_a_graded_sample_leaves_the_parameters_alone(params, batch):
     got, (metrics,) = run(learner(), params, batch.replace(valid=np.zeros(N, bool)), updates=1)
     jax.tree.map(np.testing.assert_array_equal, got, params)
-    assert metrics.pop("learning_rate") > 0 and not any(metrics.values())
+    assert metrics.pop("learning_rate") > 0 and metrics.pop("importance_mean") == 1 and not any(metrics.values())
 
 
 def test_padding_changes_nothing(params, batch, plain_run):
@@ -334,27 +453,44 @@ def test_padding_changes_nothing(params, batch, plain_run):
         tokens=np.pad(dirty.tokens, ((0, 0), (0, 5)), constant_values=7),
         log_prob=np.pad(dirty.log_prob, ((0, 0), (0, 3)), constant_values=1e30),
     )
-    got, metrics = run(learner(), params, longer)
+    got, metrics = run(Learner(MODEL, GRPO, PLAIN, one_device(), TEMPERATURE), params, longer)
     assert_close(got, plain_run[0], 1e-6)
     assert metrics[1] == pytest.approx(plain_run[1][1], rel=1e-5, abs=1e-6)
 
 
+def test_stale_rows(params, batch):
+    """The tripwire and the means know who is who."""
+    stale = np.arange(N) % 2 == 0
+    mask = (np.arange(T) < batch.response_length[:, None]) & batch.valid[:, None]
+    log_ratio = np.asarray(scores(params, batch.tokens, batch.prompt_length)[0]) - batch.log_prob
+    importance = np.exp(log_ratio[mask & stale[:, None]])
+    want = {
+        "stale_share": mask[stale].sum() / mask.sum(),
+        "importance_mean": np.minimum(importance, 1.25).mean(),
+        "importance_truncated": (importance >= 1.25).mean(),
+        "rollout_gap": np.abs(log_ratio[mask & ~stale[:, None]]).mean(),
+    }
+    fast = Learner(MODEL, dataclasses.replace(GRPO, importance_cap=1.25), PLAIN, one_device(), TEMPERATURE, rows=N)
+    _, (metrics,) = run(fast, params, batch.replace(stale=stale), updates=1)
+    assert {k: metrics[k] for k in want} == pytest.approx(want, rel=1e-5)
+
+
 def test_kl_to_the_same_weights_is_zero(params, other_params, batch):
     fast = learner(DAPO_KL, CLIPPED)
-    own = fast.reference_log_probs(params, batch)
+    own = fast.score(params, batch)
     assert own.shape == (N, T) and own.dtype == np.float32
     np.testing.assert_allclose(own, scores(params, batch.tokens, batch.prompt_length)[0], atol=1e-5)
     _, (metrics,) = run(fast, params, batch, own, updates=1)
     assert metrics["kl"] == pytest.approx(0, abs=1e-9)
-    _, (metrics,) = run(fast, params, batch, fast.reference_log_probs(other_params, batch), updates=1)
+    _, (metrics,) = run(fast, params, batch, fast.score(other_params, batch), updates=1)
     assert metrics["kl"] > 0.1
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_reference_log_probs_keep_the_order_of_the_rows(micro_batches, params, batch):
+def test_scores_keep_the_order_of_the_rows(micro_batches, params, batch):
     fast = learner(GRPO, dataclasses.replace(PLAIN, micro_batches=micro_batches))
     want = scores(params, batch.tokens, batch.prompt_length)[0]
-    np.testing.assert_allclose(fast.reference_log_probs(params, batch), want, atol=1e-5)
+    np.testing.assert_allclose(fast.score(params, batch), want, atol=1e-5)
 
 
 # --- buffers and dtypes ---------------------------------------------------------------------------------------

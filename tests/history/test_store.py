@@ -60,7 +60,6 @@ def test_an_empty_store():
     store = HistoryStore(depth=1, max_tokens=10)
     assert len(store) == store.tokens == store.evicted_prompts == store.nbytes == store.token_bytes == 0
     assert store.responses(A) == []
-    assert store.mean_length(A) is None
     for prompts in ([A, B], []):
         assert_empty(store.query(prompts, 2, 3, 4))
     assert store.to_arrays() == {}
@@ -194,7 +193,6 @@ def test_a_query_is_not_a_visit():
     store.add(B, visit(1, 5))
     store.query([A], 1, 1, 8)
     store.responses(A)
-    store.mean_length(A)
     store.add(C, visit(1, 5))
     assert store.responses(A) == []
 
@@ -205,31 +203,6 @@ def test_a_query_is_not_a_visit():
 def test_wrong_bounds_name_their_field(wrong, field):
     with pytest.raises(InputError, match=field):
         HistoryStore(**{"depth": 1, "max_tokens": 1, **wrong})
-
-
-# --- lengths --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("visits", "expected"),
-    [
-        ([[4]], 4),
-        ([[0]], 0),
-        ([[4, 6]], 5),
-        ([[10], [4]], (10 + 2 * 4) / 3),
-        ([[10] * 9, [4]], (10 + 2 * 4) / 3),  # a visit weighs the same with many responses as with one
-        ([[1, 3], [10], [3, 4, 8]], (2 + 2 * 10 + 4 * 5) / 7),
-        ([[1000], [1, 3], [10], [3, 4, 8]], (2 + 2 * 10 + 4 * 5) / 7),  # the first is no longer kept
-    ],
-)
-def test_mean_length_leans_to_the_newest_visit(visits, expected):
-    store = HistoryStore(depth=3, max_tokens=10**6)
-    for i, lengths in enumerate(visits):
-        store.add(A, visit(5 * i, *lengths))  # visits count, not the steps between them
-    store.add(B, visit(100, 99))
-    assert store.mean_length(A) == pytest.approx(expected, rel=1e-12)
-    assert reloaded(store).mean_length(A) == store.mean_length(A)
-    assert store.mean_length(C) is None
 
 
 # --- memory ---------------------------------------------------------------------------------------------------
@@ -313,7 +286,6 @@ def test_prompt_ids_tell_order_length_and_zeros_apart():
         lambda s: s.add(B, visit(1, 1)),
         lambda s: s.query([B], 1, 1, 1),
         lambda s: s.responses(B),
-        lambda s: s.mean_length(B),
     ],
 )
 def test_a_collision_raises(monkeypatch, use):
@@ -550,13 +522,6 @@ class Naive:
         """Least recently visited first."""
         return sorted({p for p, _ in self.visits}, key=lambda p: max(i for i, v in enumerate(self.visits) if v[0] == p))
 
-    def mean_length(self, prompt):
-        visits = {}
-        for r in self.responses(prompt):
-            visits.setdefault(r.step, []).append(len(r.tokens))
-        weights = [2.0**i for i in range(len(visits))]
-        return sum(w * np.mean(v) for w, v in zip(weights, visits.values(), strict=True)) / sum(weights)
-
     @property
     def tokens(self):
         return sum(len(r.tokens) for p in self.prompts() for r in self.responses(p))
@@ -596,8 +561,6 @@ def test_behaves_as_the_naive_model(depth, max_tokens, steps, slots):
             naive.add(prompt, responses)
         for prompt in PROMPTS:
             assert plain(store.responses(prompt)) == plain(naive.responses(prompt))
-            expected = naive.mean_length(prompt) if naive.responses(prompt) else None
-            assert store.mean_length(prompt) == (None if expected is None else pytest.approx(expected))
         assert len(store) == len(naive.prompts())
         assert store.tokens == naive.tokens
         assert store.evicted_prompts + evicted_before_reload == naive.evicted

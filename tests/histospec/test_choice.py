@@ -31,7 +31,7 @@ from world import (
     twin,
 )
 
-from rhyme_jax.histospec import engine as engine_module
+from rhyme_jax.histospec import session as session_module
 from rhyme_jax.histospec.budget import Acceptance, Cost, CostTable
 from rhyme_jax.histospec.drafts import OWN, DraftRules
 
@@ -142,10 +142,10 @@ def test_chunks_grow_while_the_choice_stands():
     have = e.generate(params(), REQUESTS, random_history(0))
     for before, after in zip(have.chunks, have.chunks[1:], strict=False):
         most = (
-            min(32, 2 * before.iterations) if before.k == after.k else 4 if after.k > 1 else engine_module.FIRST_QUIET
+            min(32, 2 * before.iterations) if before.k == after.k else 4 if after.k > 1 else session_module.FIRST_QUIET
         )
         assert after.iterations <= most
-    assert have.chunks[0].iterations in (4, engine_module.FIRST_QUIET)
+    assert have.chunks[0].iterations in (4, session_module.FIRST_QUIET)
 
 
 # --- the same evidence, the same choice -----------------------------------------------------------------------
@@ -207,8 +207,8 @@ class Watched(Acceptance):
 @pytest.mark.parametrize("kind", ["fresh", "coupled"])
 def test_judged_drafts_are_worth_what_verified_ones_are(kind, monkeypatch):
     """The drafts of a first iteration, once verified, and once compared with the 15 tokens that were then decoded."""
-    monkeypatch.setattr(engine_module, "FIRST_CHUNK", 1)
-    monkeypatch.setattr(engine_module, "FIRST_QUIET", 15)
+    monkeypatch.setattr(session_module, "FIRST_CHUNK", 1)
+    monkeypatch.setattr(session_module, "FIRST_QUIET", 15)
     requests, history = REQUESTS, mixed_history("T=1")
     if kind == "coupled":
         requests = coupled(REQUESTS)

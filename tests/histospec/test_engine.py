@@ -51,8 +51,10 @@ from world import (
 from rhyme_jax.errors import InputError
 from rhyme_jax.histospec.budget import WINDOWS
 from rhyme_jax.histospec.drafts import MAX_MATCH, OWN, SELF, SEPARATOR, SIBLINGS, SOURCES, DraftRules, HistoryBlock
-from rhyme_jax.histospec.engine import EngineConfig, Request, RolloutEngine
+from rhyme_jax.histospec.engine import RolloutEngine
+from rhyme_jax.histospec.iteration import EngineConfig
 from rhyme_jax.histospec.noise import COUPLED, UNKNOWN_NOISE, coupled_word
+from rhyme_jax.histospec.rollouts import Request
 from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.models.params import ROLLOUT_RULES, init_params, make_mesh, param_shardings
 from rhyme_jax.models.scoring import score_responses

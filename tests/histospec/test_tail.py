@@ -30,11 +30,13 @@ from world import (
     policy,
 )
 
-from rhyme_jax.histospec import engine as engine_module
 from rhyme_jax.histospec import programs as programs_module
+from rhyme_jax.histospec import session as session_module
 from rhyme_jax.histospec.drafts import MAX_MATCH, OWN, SEPARATOR, SIBLINGS, DraftRules
-from rhyme_jax.histospec.engine import EngineConfig, RolloutEngine, Rollouts
+from rhyme_jax.histospec.engine import RolloutEngine
+from rhyme_jax.histospec.iteration import EngineConfig
 from rhyme_jax.histospec.noise import coupled_word
+from rhyme_jax.histospec.rollouts import Rollouts
 from rhyme_jax.histospec.sampling import SamplingParams
 
 SAMPLES, ROWS = 6, 16  # groups do not divide the rows, so that refills split them
@@ -128,8 +130,8 @@ def test_rows_are_given_to_waiting_requests(schedule):
     # Each request got a row once, in order, several at a time; groups were split.
     taken = [int((np.asarray(prompts) >= 0).sum()) for _, _, prompts, _ in calls["insert"]]
     assert sum(taken) == len(REQUESTS) and taken[0] == ROWS
-    assert len(taken) == len(calls["prefill"]) <= 1 + (len(REQUESTS) - ROWS) / (ROWS / engine_module.REFILL)
-    assert all(n >= ROWS // engine_module.REFILL for n in taken[:-1])
+    assert len(taken) == len(calls["prefill"]) <= 1 + (len(REQUESTS) - ROWS) / (ROWS / session_module.REFILL)
+    assert all(n >= ROWS // session_module.REFILL for n in taken[:-1])
     assert any(n % SAMPLES for n in itertools.accumulate(taken))
     # A prompt is run once for those of its samples that are placed together, in one of the declared sizes.
     shapes = e.programs.shapes([r.prompt.tobytes() for r in REQUESTS], 30, 64)
@@ -246,7 +248,7 @@ SIZES = [
 def changed(monkeypatch, e, changes) -> None:
     for name, value in changes.items():
         if name.isupper():
-            monkeypatch.setattr(engine_module if hasattr(engine_module, name) else programs_module, name, value)
+            monkeypatch.setattr(session_module if hasattr(session_module, name) else programs_module, name, value)
         else:
             config = dataclasses.replace(CONFIG, **{name: value})
             monkeypatch.setattr(e, "config", config)

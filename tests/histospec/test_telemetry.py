@@ -9,7 +9,7 @@ import pytest
 from rhyme_jax.histospec import telemetry
 from rhyme_jax.histospec.budget import SHAPE_XM, Cost, CostTable, Tally
 from rhyme_jax.histospec.drafts import HISTORY, MAX_MATCH, OWN, SELF, SIBLINGS
-from rhyme_jax.histospec.engine import Chunk, Rollouts
+from rhyme_jax.histospec.rollouts import Chunk, Rollouts
 from rhyme_jax.histospec.telemetry import EpochCounts, draft_metrics, predicted, share
 
 CHUNKS = (

@@ -8,6 +8,7 @@ import pytest
 
 from configs.math_grpo import VARIANTS, get_config
 from rhyme_jax.errors import InputError
+from rhyme_jax.histopipe.plan import LAYOUTS
 from rhyme_jax.histospec.drafts import DraftRules
 from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.training.settings import Settings, unknown_field
@@ -250,6 +251,16 @@ OUT_OF_RANGE = [
     ("grpo.kl_coef", -0.1, NOT_NEGATIVE),
     ("grpo.aggregate", "mean", "must be one of sequence, token"),
     ("grpo.updates_per_batch", 0, AT_LEAST_1),
+    ("grpo.importance_cap", 0.5, "must be at least 1"),
+    ("pipeline.mode", "async", "must be one of sync, balanced, cross_step"),
+    ("pipeline.layout", "random", f"must be one of {', '.join(LAYOUTS)}"),
+    ("pipeline.slices", 0, AT_LEAST_1),
+    ("pipeline.learner_devices", -1, AT_LEAST_0),
+    ("pipeline.tensor", -1, AT_LEAST_0),
+    ("pipeline.defer", 0.6, "must be a share of a step's prompts from 0 to 0.5"),
+    ("pipeline.defer", -0.1, "must be a share of a step's prompts from 0 to 0.5"),
+    ("grading.workers", -1, AT_LEAST_0),
+    ("grading.timeout", -1.0, AT_LEAST_0),
     ("optimizer.learning_rate", 0.0, POSITIVE),
     ("optimizer.schedule", "linear", "must be one of constant, cosine"),
     ("optimizer.warmup_updates", -1, NOT_NEGATIVE),
@@ -262,6 +273,7 @@ OUT_OF_RANGE = [
     ("checkpoint.every", 0, AT_LEAST_1),
     ("checkpoint.keep", 0, AT_LEAST_1),
     # Impossible together.
+    ("pipeline.slices", 33, "must not exceed rollout.prompts_per_step=32"),
     ("rollout.prompts_per_step", 129, "must not exceed task.train_size=128"),
     ("rollout.samples_per_prompt", 1, "a group of one has no advantage, nothing would be learned; use 2 or more"),
 ]
@@ -275,3 +287,9 @@ def test_out_of_range(name, value, message):
 def test_every_number_has_a_range_check():
     """The mesh's are in `models.params.make_mesh`, which knows the devices. A new field belongs in the table."""
     assert {n for n in NUMBERS if not n.startswith("mesh.")} <= {name for name, *_ in OUT_OF_RANGE}
+
+
+def test_a_timeout_needs_a_process_to_end():
+    assert refusal({"grading.workers": 0, "grading.timeout": 3.0}) == (
+        "grading.timeout=3.0: needs grading.workers of at least 1"
+    )

@@ -9,7 +9,7 @@ import pytest
 
 from configs.math_grpo import get_config
 from rhyme_jax.errors import InputError
-from rhyme_jax.training.workdir import MAY_CHANGE, MetricsFile, Workdir, read_metrics
+from rhyme_jax.training.workdir import MAY_CHANGE, StepFile, Workdir, read_metrics
 
 
 def config(**changes) -> ml_collections.ConfigDict:
@@ -176,7 +176,7 @@ def steps(path) -> list[int]:
 def test_metrics_are_readable_while_they_are_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert read_metrics(path) == []
-    file = MetricsFile(path, 0)
+    file = StepFile(path, 0)
     assert read_metrics(path) == []
     for step in range(3):
         file.write({"step": step, "loss": 0.1 * step})
@@ -188,7 +188,7 @@ def test_a_resumed_run_drops_later_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     kept = [line(s, loss=0.1 * s, text="é", more=[1, math.pi]) for s in range(4)]
     path.write_text("".join(kept) + line(4) + line(5))
-    file = MetricsFile(path, 3)
+    file = StepFile(path, 3)
     assert path.read_text() == "".join(kept)  # to the bit
     file.write({"step": 4})
     file.close()
@@ -200,7 +200,7 @@ def test_a_run_without_a_checkpoint_starts_its_metrics_over(tmp_path):
     """It evaluates the initial weights again; step 0 must not stand there twice."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(0, accuracy=0.5) + line(1))
-    MetricsFile(path, 0).close()
+    StepFile(path, 0).close()
     assert read_metrics(path) == []
 
 
@@ -210,7 +210,7 @@ def test_a_torn_last_line_is_dropped(torn, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(1) + line(2) + torn)
     assert steps(path) == [1, 2]
-    file = MetricsFile(path, 9)
+    file = StepFile(path, 9)
     file.write({"step": 3})
     file.close()
     assert path.read_text() == line(1) + line(2) + line(3)
@@ -230,7 +230,7 @@ def test_a_damaged_line_in_the_middle_is_named(damaged, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(1) + damaged + "\n" + line(3))
     before = path.read_bytes()
-    for read in (read_metrics, lambda p: MetricsFile(p, 9)):
+    for read in (read_metrics, lambda p: StepFile(p, 9)):
         with pytest.raises(InputError) as error:
             read(path)
         assert str(error.value) == f"{path}, line 2: damaged; remove that line to go on"
@@ -240,10 +240,10 @@ def test_a_damaged_line_in_the_middle_is_named(damaged, tmp_path):
 def test_numbers_that_json_lacks_become_null(tmp_path):
     """reward/mean is NaN in a step whose grades all failed; strict readers of JSON refuse a bare NaN."""
     path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(path, 0)
+    file = StepFile(path, 0)
     file.write({"step": 1, "reward/mean": math.nan, "learner/loss": math.inf, "rollout/tokens": 3})
     file.close()
-    MetricsFile(path, 1).close()
+    StepFile(path, 1).close()
     assert read_metrics(path) == [{"step": 1, "reward/mean": None, "learner/loss": None, "rollout/tokens": 3}]
 
 

@@ -19,11 +19,13 @@ import oracle
 from helpers import SMALL, group_requests, one_device, random_prompts
 
 from rhyme_jax.history.store import HistoryStore, Response
-from rhyme_jax.histospec import engine as engine_module
+from rhyme_jax.histospec import session as session_module
 from rhyme_jax.histospec.budget import Acceptance
 from rhyme_jax.histospec.drafts import SOURCES, DraftRules, HistoryBlock
-from rhyme_jax.histospec.engine import EngineConfig, Request, RolloutEngine, Rollouts
+from rhyme_jax.histospec.engine import RolloutEngine
+from rhyme_jax.histospec.iteration import EngineConfig
 from rhyme_jax.histospec.noise import UNKNOWN_NOISE, coupled_word
+from rhyme_jax.histospec.rollouts import Request, Rollouts
 from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.models.params import init_params
 
@@ -114,8 +116,8 @@ def forced(schedule, least_chance=0.0):
     `least_chance`.
     """
     with (
-        mock.patch.object(engine_module, "choose_bucket", side_effect=itertools.cycle(schedule)),
-        mock.patch.object(engine_module, "LEAST_CHANCE", least_chance),
+        mock.patch.object(session_module, "choose_bucket", side_effect=itertools.cycle(schedule)),
+        mock.patch.object(session_module, "LEAST_CHANCE", least_chance),
     ):
         yield
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rhyme_jax.histospec import noise
-from rhyme_jax.histospec.engine import Request
+from rhyme_jax.histospec.rollouts import Request
 from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.models import decoder
 

@@ -1,0 +1,66 @@
+"""What the slices did when: records for `timeline.jsonl`, and how long they stood still.
+
+Three kinds of record, each with its `step` (counted from 1, as in the metrics):
+
+- *plan*: what the planner thought of each layout (predicted seconds), and which it took;
+- *chunk*: iterations of the decoding loop on one slice: `start` and `end` in seconds of training, `iterations`, `k`,
+  `rows` of the batch, `alive` of them at the end, the `groups` that had a row;
+- *group*: from the first to the last chunk in which a slice decoded a prompt group: `start`, `end`, `iterations`, and
+  `alive`, the slice's rows when the group was through.
+
+Suffix letters: S slices.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rhyme_jax.histopipe.dispatch import Span
+from rhyme_jax.histopipe.plan import Plan
+
+
+def bubble_ratios(spans: Sequence[Span], slices: int) -> dict[str, float]:
+    """Shares of the slices' time in which they stood still while others decoded; 0 where nothing was decoded.
+
+    `pipeline/bubble_iterations` counts time in iterations of the decoding loop, which no machine's noise touches: 1 -
+    mean over slices / most of a slice. `seconds/bubble_share` is 1 - busy seconds / (slices x seconds from the
+    first start to the last end).
+    """
+    iterations_S, busy_S = np.zeros(slices), np.zeros(slices)
+    for span in spans:
+        iterations_S[span.slice] += span.chunk.iterations
+        busy_S[span.slice] += span.end - span.start
+    wall = max((s.end for s in spans), default=0.0) - min((s.start for s in spans), default=0.0)
+    most = iterations_S.max(initial=0)
+    return {
+        "pipeline/bubble_iterations": float(1 - iterations_S.mean() / most) if most else 0.0,
+        "seconds/bubble_share": float(1 - busy_S.sum() / (slices * wall)) if wall > 0 else 0.0,
+    }
+
+
+def plan_record(step: int, plan: Plan) -> dict:
+    return {
+        "kind": "plan",
+        "step": step + 1,
+        "layout": plan.layout,
+        "scores": {name: float(score) for name, score in plan.scores.items()},
+        "rollouts": [len(numbers) for numbers in plan.rollouts_by_slice],
+        "seconds": [float(s) for s in plan.seconds_by_slice],
+    }
+
+
+def span_records(spans: Sequence[Span]) -> list[dict]:
+    """Records of chunks, then of groups. The spans' times are in seconds of training."""
+    chunks, groups = [], {}
+    for s in spans:
+        times = {"start": round(s.start, 4), "end": round(s.end, 4)}
+        record = {"step": s.step + 1, "slice": s.slice, **times, "iterations": s.chunk.iterations, "alive": s.alive}
+        chunks.append({"kind": "chunk", **record, "k": s.chunk.k, "rows": s.chunk.rows, "groups": list(s.groups)})
+        for g in s.groups:
+            key = (s.step, s.slice, g)
+            if key in groups:
+                known = groups[key]
+                known |= {"end": times["end"], "alive": s.alive, "iterations": known["iterations"] + s.chunk.iterations}
+            else:
+                groups[key] = {"kind": "group", "group": g, **record}
+    return chunks + list(groups.values())

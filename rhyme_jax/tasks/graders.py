@@ -1,0 +1,252 @@
+"""Grading in processes of its own, while the devices decode.
+
+Each worker is a Python process and a thread here that feeds it one group at a time. So a process that dies or hangs
+costs one group, which can be named, and is replaced; a `concurrent.futures.ProcessPoolExecutor` breaks as a whole and
+cannot end a worker that hangs. The processes are started afresh: forking is unsafe beside JAX's threads, and
+`multiprocessing`'s "spawn" imports the main module again, which for an experiment means JAX in each.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import math
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rhyme_jax.errors import RunError, one_line
+from rhyme_jax.tasks.problems import Problem
+
+LOOK_SECONDS = 0.5  # how often a process that says nothing is looked at
+JOIN_SECONDS = 5.0  # most that `close` waits for a thread
+
+
+class GradingError(RunError):
+    """A group could not be graded. One line: the beginning of the question, and the cause."""
+
+    def __init__(self, problem: Problem, cause: str):
+        super().__init__(f"grading {' '.join(problem.question.split())[:60]!r}: {cause}")
+
+
+class Graders:
+    """Grades groups of responses, `workers` at a time. A context manager; `close` it when done."""
+
+    def __init__(self, workers: int, timeout_s: float = 0.0):
+        """Returns at once; the processes start in the background.
+
+        Args:
+          workers: processes. 0 grades in the calling thread, at `submit`.
+          timeout_s: most seconds that a group may take, 0 for any; cannot be kept with workers=0.
+        """
+        if workers < 0 or not timeout_s >= 0:
+            raise ValueError(f"graders: workers={workers}, timeout_s={timeout_s}: must not be negative")
+        self._timeout_s = timeout_s or math.inf
+        self._groups: queue.SimpleQueue = queue.SimpleQueue()  # (future, problem, texts); None ends a thread
+        self._lock = threading.Lock()
+        self._processes: set[_Process] = set()
+        self._closed = False
+        self._threads = [threading.Thread(target=self._feed, name="grading", daemon=True) for _ in range(workers)]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.close)
+
+    def submit(self, problem: Problem, texts: Sequence[str]) -> Future:
+        """Grades the responses to one problem, whose class must be importable (not one of the main module).
+
+        Returns:
+          A future of the rewards in the order of the texts, list[float]; NaN where a grade is None. Its result()
+          raises GradingError where grading raises, takes longer than timeout_s or takes its process down, and where
+          `close` comes first.
+
+        Raises:
+          ValueError: the graders are closed.
+        """
+        future: Future = Future()
+        with self._lock:
+            if self._closed:
+                raise ValueError("graders: closed")
+            if self._threads:
+                self._groups.put((future, problem, list(texts)))
+                return future
+        _settle(future, problem, lambda: _grade(problem, texts))
+        return future
+
+    def close(self) -> None:
+        """Ends the processes, busy or not. Groups that are not done raise GradingError."""
+        with self._lock:
+            self._closed = True
+            for process in self._processes:
+                process.kill()
+        for _ in self._threads:
+            self._groups.put(None)
+        for thread in self._threads:
+            thread.join(JOIN_SECONDS)
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> "Graders":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _feed(self) -> None:
+        """A thread's life: one process, replaced when it is lost; one group after the other."""
+        process = None
+        with contextlib.suppress(Exception):  # what is wrong shows again when there is a group to name
+            process = self._start()  # now, so that the first group need not wait for it
+        while (group := self._groups.get()) is not None:
+            future, problem, texts = group
+
+            def graded(problem=problem, texts=texts) -> list[float]:
+                nonlocal process
+                if process is None:
+                    process = self._start()
+                try:
+                    return process.grade(problem, texts, self._timeout_s)
+                except _Lost:
+                    self._drop(process)
+                    process = None
+                    if self._closed:
+                        raise _Lost("the graders were closed") from None
+                    raise
+
+            if future.set_running_or_notify_cancel():
+                _settle(future, problem, graded)
+        if process is not None:
+            self._drop(process)
+
+    def _start(self) -> "_Process":
+        with self._lock:
+            if self._closed:
+                raise _Lost("the graders were closed")
+            process = _Process()
+            self._processes.add(process)
+            return process
+
+    def _drop(self, process: "_Process") -> None:
+        with self._lock:
+            self._processes.discard(process)
+        process.end()
+
+
+class _Lost(Exception):
+    """The process is gone, and why."""
+
+
+class _Failed(Exception):
+    """Grading raised; the process is fine."""
+
+
+def _settle(future: Future, problem: Problem, graded) -> None:
+    """Gives the future the result of graded(), or a GradingError."""
+    try:
+        future.set_result(graded())
+    except Exception as e:
+        cause = str(e) if isinstance(e, _Lost | _Failed) else _say(e)
+        error = GradingError(problem, cause)
+        error.__cause__ = e
+        future.set_exception(error)
+
+
+def _grade(problem: Problem, texts: Sequence[str]) -> list[float]:
+    rewards = [problem.reward(text) for text in texts]
+    return [math.nan if r is None else float(r) for r in rewards]
+
+
+def _say(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+class _Process:
+    """A grading process, as its thread sees it. Only `kill` may be called by others."""
+
+    def __init__(self):
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            handle = theirs.fileno()
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from rhyme_jax.tasks import graders; graders.serve({handle})"],
+                pass_fds=[handle],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C at the terminal goes to the controller alone
+                # A grader that uses JAX must not take the controller's accelerator.
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+                    "JAX_PLATFORMS": "cpu",
+                },
+            )
+        self._ready = False
+
+    def grade(self, problem: Problem, texts: list[str], timeout_s: float) -> list[float]:
+        """Raises _Failed or _Lost; whatever pickling raises."""
+        group = pickle.dumps((problem, texts))
+        try:
+            if not self._ready:
+                self._ready = self._receive(math.inf)
+            self._connection.send_bytes(group)
+            rewards, failure = self._receive(timeout_s)
+        except TimeoutError:
+            self.kill()
+            raise _Lost(f"took longer than {timeout_s:g} s") from None
+        except (EOFError, OSError):
+            self.end()
+            when = "died" if self._ready else "did not start"
+            raise _Lost(f"the grading process {when} (exit code {self._popen.returncode})") from None
+        if failure:
+            raise _Failed(failure)
+        return rewards
+
+    def kill(self) -> None:
+        """With the processes it has started, if any."""
+        if self._popen.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        try:
+            self._popen.wait(LOOK_SECONDS)  # one that is ending by itself has an exit code to tell
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._popen.wait()
+        self._connection.close()
+
+    def _receive(self, timeout_s: float) -> Any:
+        """Raises EOFError or OSError where the process is gone, TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while not self._connection.poll(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+            # Usually its end shows as an end of the pipe; not while a process that it has forked lives on.
+            if self._popen.poll() is not None and not self._connection.poll():
+                raise EOFError
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+        return self._connection.recv()
+
+
+def serve(handle: int) -> None:
+    """A grading process's life: takes (problem, texts), gives (rewards, None) or (None, what was raised)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # The kernel ends it with the thread that started it, also while it is stuck in, say, a regular expression.
+        # Elsewhere it ends when it next looks at the pipe.
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    with Connection(handle) as connection, contextlib.suppress(EOFError, ConnectionError):
+        connection.send(True)
+        while True:
+            group = connection.recv_bytes()
+            try:
+                answer = _grade(*pickle.loads(group)), None
+            except Exception as e:
+                answer = None, _say(e)
+            connection.send(answer)

@@ -1,0 +1,119 @@
+"""What a step rolls out and learns from, on the host: prompts, rollouts under way, and graded groups.
+
+Suffix letters: N rollouts, G groups of C samples, S positions, T response positions. Rollouts of a group are adjacent.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from rhyme_jax.grpo.advantages import group_advantages
+from rhyme_jax.grpo.learner import Batch
+from rhyme_jax.histopipe.dispatch import Flight, Span
+from rhyme_jax.history.lengths import Forecast
+from rhyme_jax.histospec.budget import Tally
+from rhyme_jax.histospec.rollouts import Request, Rollouts
+from rhyme_jax.tasks.problems import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A problem as the model sees it."""
+
+    problem: Problem
+    tokens: np.ndarray  # int32
+    id: int
+
+
+class StepRollouts:
+    """The rollouts of a step, with what is kept of the moment at which they were planned."""
+
+    def __init__(self, prompts: list[Prompt], flight: Flight, epoch: float, ends_epoch: bool):
+        self.prompts, self.flight = prompts, flight
+        self.epoch, self.ends_epoch = epoch, ends_epoch
+        self.grades: dict[int, tuple[list[int], object]] = {}  # by group: its rollouts here, the grades to come
+        self.reward_N = np.full(len(flight.group_N), np.nan)
+        self.spans: list[Span] = []
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return self.flight.job.requests
+
+    def rollouts_of(self, groups) -> np.ndarray:
+        """The numbers of all rollouts of some groups, in order."""
+        return np.flatnonzero(np.isin(self.flight.group_N, list(groups)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Graded:
+    """Finished and graded groups."""
+
+    prompts: list[Prompt]  # of each rollout
+    requests: list[Request]
+    rollouts: Rollouts
+    rewards_N: np.ndarray  # float64, NaN where the grade failed
+    version_N: np.ndarray  # of the policy that made each rollout: training steps it had learned from
+    step_N: np.ndarray  # the step that it was rolled out for
+    forecasts: tuple[Forecast, ...]  # of the groups' lengths
+
+    def forecast(self) -> Forecast:
+        """Of each group."""
+        arrays = zip(*(dataclasses.astuple(f) for f in self.forecasts), strict=True)
+        return Forecast(*map(np.concatenate, arrays))
+
+    def batch(self, samples: int, normalize_std: bool, step: int) -> Batch:
+        """What the learner learns from at a step."""
+        advantage_GC, valid_GC = group_advantages(self.rewards_N.reshape(-1, samples), normalize_std)
+        return Batch(
+            tokens=self.rollouts.tokens_NS,
+            prompt_length=self.rollouts.prompt_length_N,
+            response_length=self.rollouts.response_length_N,
+            log_prob=self.rollouts.log_prob_NT,
+            advantage=advantage_GC.reshape(-1),
+            valid=valid_GC.reshape(-1),
+            stale=self.version_N < step,
+        )
+
+
+def graded(step: StepRollouts, groups) -> Graded:
+    """Some groups of a step, all of whose rollouts are finished and graded."""
+    numbers = step.rollouts_of(groups)
+    requests = [step.requests[n] for n in numbers]
+    return Graded(
+        prompts=[step.prompts[r.group] for r in requests],
+        requests=requests,
+        rollouts=step.flight.job.rows.rollouts(numbers, None, (), 0.0),
+        rewards_N=step.reward_N[numbers],
+        version_N=step.flight.version_N[numbers],
+        step_N=np.full(len(numbers), step.flight.step),
+        forecasts=(Forecast(*(x[sorted(groups)] for x in dataclasses.astuple(step.flight.forecast))),),
+    )
+
+
+def joined(parts: Sequence[Graded], spans: Sequence[Span], tally: Tally | None, seconds: float) -> Graded:
+    """The groups of all parts, in order, with what the slices did in these seconds. Their arrays must be as wide.
+
+    Args:
+      tally: an empty one, to which the drafts of the spans are added; None where drafting is off.
+    """
+
+    def arrays(values: Sequence, names) -> dict[str, np.ndarray]:
+        return {name: np.concatenate([getattr(v, name) for v in values]) for name in names}
+
+    names = [f.name for f in dataclasses.fields(Rollouts) if f.name.endswith(("_N", "_NS", "_NT"))]
+    if tally is not None:
+        tally = sum((s.evidence for s in spans if s.chunk.k > 1), tally)
+    rollouts = Rollouts(
+        **arrays([p.rollouts for p in parts], names),
+        tally=tally,
+        chunks=tuple(s.chunk for s in spans),
+        seconds=seconds,
+    )
+    return Graded(
+        prompts=[x for p in parts for x in p.prompts],
+        requests=[x for p in parts for x in p.requests],
+        rollouts=rollouts,
+        forecasts=tuple(f for p in parts for f in p.forecasts),
+        **arrays(parts, ("rewards_N", "version_N", "step_N")),
+    )
