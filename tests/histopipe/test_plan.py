@@ -159,9 +159,9 @@ def test_the_papers_line_is_flat_in_a_balanced_step():
 def test_scores_by_hand():
     seconds, busy = np.array([4.0, 8.0]), np.array([1.0, 2.0])
     assert score("balanced", seconds, busy) == 10.0
-    assert score("cross_step", seconds, busy) == 7.5  # the mean; the last is less than a step (6) later
-    assert score("cross_step", np.array([1.0, 9.0]), busy) == 6.5
-    assert score("cross_step", np.array([1.0, 1.0, 16.0]), np.zeros(3)) == 10.0  # 16, less a step of 6
+    assert score("cross_step", seconds, busy) == 7.5  # the mean; the last is less than half a step (3) later
+    assert score("cross_step", np.array([1.0, 9.0]), busy) == 8.5  # 11, less half a step of 5
+    assert score("cross_step", np.array([1.0, 1.0, 16.0]), np.zeros(3)) == 13.0  # 16, less half a step of 6
 
 
 @pytest.mark.parametrize(("groups", "slices"), [(4, 0), (4, -1), (4, 5), (0, 1), (0, 0)])

