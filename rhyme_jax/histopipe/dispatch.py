@@ -290,16 +290,16 @@ class Dispatcher:
 
     def _migrate(self, now: float) -> None:
         """Gives free slices something to do."""
-        free = [s for s in self.slices if s.session is None and not s.queue]
-        # A slice that something is on its way to is not free.
-        free = [s for s in free if all(to != s.index for other in self.slices for _, to in other.leaving)]
-        flights = {id(s.flight): (s.flight, s.weights) for s in self.slices if s.session is not None}
-        for flight, weights in flights.values():
+        coming = {to for s in self.slices for _, to in s.leaving}
+        free = [s for s in self.slices if s.session is None and not s.queue and s.index not in coming]
+        working = [s for s in self.slices if s.session is not None]
+        policies = {(s.flight.step, s.weights.version): (s.flight, s.weights) for s in working}
+        for flight, weights in policies.values():
             free = [s for s in free if s.session is None]
             if not free:
                 return
             live, movable_N = self._live(flight, weights)
-            seconds_S = np.array([self._left(s) if s.flight is flight else 0.0 for s in self.slices])
+            seconds_S = np.array([self._left(s) if s.weights is weights else 0.0 for s in self.slices])
             moves = migration.moves(
                 live, [s.index for s in free], seconds_S, self.cost, movable_N=movable_N, force=self.force
             )
@@ -317,6 +317,7 @@ class Dispatcher:
     def _live(self, flight: Flight, weights: Weights) -> tuple[migration.Live, np.ndarray]:
         """The unfinished rollouts of a flight by one policy, and which of those that run are outliers."""
         rollouts, places, elapsed, waiting = [], [], [], []
+        rows = flight.job.rows  # a rollout that waits may have been begun elsewhere
         for s in self.slices:
             if s.session is None or s.flight is not flight or s.weights is not weights:
                 continue
@@ -324,7 +325,7 @@ class Dispatcher:
             queued = list(s.session.waiting)
             rollouts += [*running, *queued]
             places += [s.index] * (len(running) + len(queued))
-            elapsed += [*s.session.elapsed(running).tolist(), *(self._begun_tokens(flight, n) for n in queued)]
+            elapsed += [*s.session.elapsed(running).tolist(), *(len(rows.response(n)) for n in queued)]
             waiting += [False] * len(running) + [True] * len(queued)
         numbers = np.array(rollouts, np.int32)
         group_N = flight.group_N[numbers]
@@ -339,11 +340,6 @@ class Dispatcher:
             group_N=group_N,
         )
         return live, migration.outliers(live, self._finished_share_G(flight)[group_N])
-
-    @staticmethod
-    def _begun_tokens(flight: Flight, n: int) -> int:
-        rows = flight.job.rows
-        return int(rows.begun_N[n]) and int(rows.by_field["length_B"][n]) - len(flight.job.requests[n].prompt)
 
     @staticmethod
     def _finished_share_G(flight: Flight) -> np.ndarray:

@@ -117,7 +117,7 @@ def moves(
             for allowed_N in (movable_N, running_N):
                 n = next(board.candidates(allowed_N), None)
                 if n is not None:
-                    board.move(n, to)
+                    board.move(n, to, board.after(n, to))
                     break
     else:
         for allowed_N, factor in ((live.waiting_N, 1.0), (movable_N, PAYS)):
@@ -172,8 +172,9 @@ class _Board:
         to = min(self.free, key=lambda s: (self.seconds_S[s], s))
         for n in itertools.islice(self.candidates(allowed_N), TRIES):
             before = max(self.seconds_S[self.slice_N[n]], self.seconds_S[to])
-            if max(self.after(n, to)) * factor < before:
-                self.move(n, to)
+            after = self.after(n, to)
+            if max(after) * factor < before:
+                self.move(n, to, after)
                 return True
         return False
 
@@ -190,8 +191,8 @@ class _Board:
         self.slice_N[n] = origin
         return max(0.0, given), max(0.0, taken)
 
-    def move(self, n: int, to: int) -> None:
-        origin = int(self.slice_N[n])
-        self.seconds_S[origin], self.seconds_S[to] = self.after(n, to)
+    def move(self, n: int, to: int, after: tuple[float, float]) -> None:
+        """Moves a rollout, knowing what its slices need after it."""
+        self.seconds_S[int(self.slice_N[n])], self.seconds_S[to] = after
         self.slice_N[n], self.fixed_N[n] = to, True
         self.moved.append((int(self.live.rollout_N[n]), to))

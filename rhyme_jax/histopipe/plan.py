@@ -31,6 +31,14 @@ from rhyme_jax.history.lengths import lognormal
 MODES = ("sync", "balanced", "cross_step")
 SCENARIOS, SCENARIO_ROLLOUTS = 8, 2**18  # scenarios at most, and rollouts in all of them (but 2 scenarios at least)
 SHARED = 0.1  # of the variance of log lengths, what a group's samples have in common: forecasts of means are off too
+# Of a scenario's groups, those that come from another group's law. In RhymeRL's traces 2 to 4 % of the prompts move by
+# more than a tenth of the ranks from epoch to epoch. Without them, layouts that keep a long group together look as good
+# as those that spread it: simulated with 3 % (128 slices, 512 x 16), "balanced" took "mixed" and gained 1.78x over
+# "equal", where with them it takes "longest_rollout" or "dealt" and gains 1.87x.
+SURPRISES = 0.03
+# Of a step: how late after the mean slice the last one may be when slices run ahead. A whole step would do if forecasts
+# held; simulated, it left 12 % bubbles, and half a step 0.5 %.
+SLACK = 0.5
 ITEMS = 2**15  # that list scheduling places: more rollouts go in twos, fours, ... (0.5 us an item)
 MIXED_SHARES = (0.1, 0.3)  # of the groups, the longest, that "mixed" takes apart
 MIXED_PARTS = (4,)  # rollouts that stay together where "mixed" takes all groups apart
@@ -127,11 +135,11 @@ def score(mode: str, seconds_S: np.ndarray, busy_S: np.ndarray) -> float:
 
     "balanced": nothing goes on before all are done, so the last one counts.
     "cross_step": a slice may begin the next step while others still do this one, but not the one after. So the mean
-    counts, as long as the last slice is done within about a step after that.
+    counts, as long as the last slice is done within `SLACK` of a step after that.
     """
     done_S = busy_S + seconds_S
     if mode == "cross_step":
-        return float(max(done_S.mean(), done_S.max() - seconds_S.mean()))
+        return float(max(done_S.mean(), done_S.max() - SLACK * seconds_S.mean()))
     return float(done_S.max())
 
 
@@ -189,12 +197,14 @@ class _Task:
     def scenarios(self) -> list[np.ndarray]:
         """Lengths of all rollouts, by scenario."""
         groups, samples = self.work.groups, self.work.samples
-        mu_G1, sigma_G1 = self._mu_G[:, None], self._sigma_G[:, None]
         result = []
         for seed in range(min(SCENARIOS, max(2, SCENARIO_ROLLOUTS // (groups * samples)))):
             draws = np.random.default_rng(seed)
             group_G1, own_GC = draws.standard_normal((groups, 1)), draws.standard_normal((groups, samples))
             normal_GC = SHARED**0.5 * group_G1 + (1 - SHARED) ** 0.5 * own_GC
+            surprise_G = draws.random(groups) < SURPRISES
+            law_G = np.where(surprise_G, draws.integers(groups, size=groups), np.arange(groups))
+            mu_G1, sigma_G1 = self._mu_G[law_G, None], self._sigma_G[law_G, None]
             result.append(np.clip(np.exp(mu_G1 + sigma_G1 * normal_GC), 1.0, self.work.longest).ravel())
         return result
 

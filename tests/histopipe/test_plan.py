@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rhyme_jax.errors import InputError
+from rhyme_jax.histopipe import plan
 from rhyme_jax.histopipe.costs import SliceCost, completion
 from rhyme_jax.histopipe.plan import LAYOUTS, MODES, Work, make_plan, score
 
@@ -162,6 +163,14 @@ def test_scores_by_hand():
     assert score("cross_step", seconds, busy) == 7.5  # the mean; the last is less than half a step (3) later
     assert score("cross_step", np.array([1.0, 9.0]), busy) == 8.5  # 11, less half a step of 5
     assert score("cross_step", np.array([1.0, 1.0, 16.0]), np.zeros(3)) == 13.0  # 16, less half a step of 6
+
+
+def test_in_a_scenario_a_few_groups_are_not_what_was_forecast():
+    work = random_work(groups=2000, samples=4, sigma=0.05)
+    task = plan._Task(work, 8, COST, "balanced", 0, np.zeros(8))
+    for lengths in task.scenarios:
+        off = np.abs(np.log(lengths.reshape(2000, 4).mean(axis=1) / work.mean_G)) > 0.3
+        assert 0.5 * plan.SURPRISES < off.mean() < 1.5 * plan.SURPRISES
 
 
 @pytest.mark.parametrize(("groups", "slices"), [(4, 0), (4, -1), (4, 5), (0, 1), (0, 0)])
