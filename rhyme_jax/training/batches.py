@@ -5,6 +5,7 @@ Suffix letters: N rollouts, G groups of C samples, S positions, T response posit
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -32,9 +33,9 @@ class StepRollouts:
     def __init__(self, prompts: list[Prompt], flight: Flight, epoch: float, ends_epoch: bool):
         self.prompts, self.flight = prompts, flight
         self.epoch, self.ends_epoch = epoch, ends_epoch
-        self.grades: dict[int, tuple[list[int], object]] = {}  # by group: its rollouts here, the grades to come
+        # By group, in the order in which they were finished: its rollouts on this process, and their rewards to come.
+        self.grades: dict[int, tuple[np.ndarray, Future]] = {}
         self.reward_N = np.full(len(flight.group_N), np.nan)
-        self.spans: list[Span] = []
 
     @property
     def requests(self) -> tuple[Request, ...]:

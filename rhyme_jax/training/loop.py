@@ -391,10 +391,13 @@ class Trainer:
         grpo = self.settings.grpo
         batch = self.batch(graded, self.progress.steps)
         reference = proximal = None
-        if self.reference is not None:
+        if self.reference is not None and (gradients is None or grpo.updates_per_batch > 1):
             reference = self.learner.score(self.reference, batch)
-        if grpo.updates_per_batch > 1 and batch.stale.any():
-            proximal = self.learner.score(self.state.params, batch)
+        if self.settings.pipeline.runs_ahead and grpo.updates_per_batch > 1:
+            # Always an array, so that one program is compiled; fresh rows do not look at it.
+            proximal = np.zeros_like(batch.log_prob)
+            if batch.stale.any():
+                proximal = self.learner.score(self.state.params, batch)
         metrics: dict[str, float] = {}
         for number in range(grpo.updates_per_batch):
             if number == 0 and gradients is not None:
