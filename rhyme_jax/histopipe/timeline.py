@@ -19,22 +19,21 @@ from rhyme_jax.histopipe.dispatch import Span
 from rhyme_jax.histopipe.plan import Plan
 
 
-def bubble_ratios(spans: Sequence[Span], slices: int) -> dict[str, float]:
+def bubble_ratios(spans: Sequence[Span], slices: int, start: float, end: float) -> dict[str, float]:
     """Shares of the slices' time in which they stood still while others decoded; 0 where nothing was decoded.
 
     `pipeline/bubble_iterations` counts time in iterations of the decoding loop, which no machine's noise touches: 1 -
-    mean over slices / most of a slice. `seconds/bubble_share` is 1 - busy seconds / (slices x seconds from the
-    first start to the last end).
+    mean over slices / most of a slice. `seconds/bubble_share` is 1 - busy seconds / (slices x seconds) between `start`
+    and `end`, those of the rollout on the clock of the spans.
     """
     iterations_S, busy_S = np.zeros(slices), np.zeros(slices)
     for span in spans:
         iterations_S[span.slice] += span.chunk.iterations
-        busy_S[span.slice] += span.end - span.start
-    wall = max((s.end for s in spans), default=0.0) - min((s.start for s in spans), default=0.0)
-    most = iterations_S.max(initial=0)
+        busy_S[span.slice] += max(0.0, min(span.end, end) - max(span.start, start))
+    most, seconds = iterations_S.max(initial=0), slices * (end - start)
     return {
         "pipeline/bubble_iterations": float(1 - iterations_S.mean() / most) if most else 0.0,
-        "seconds/bubble_share": float(1 - busy_S.sum() / (slices * wall)) if wall > 0 else 0.0,
+        "seconds/bubble_share": float(1 - busy_S.sum() / seconds) if seconds > 0 else 0.0,
     }
 
 

@@ -25,12 +25,14 @@ from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.models.config import DTYPES
 
 
-def _one_of(name: str, value: str, choices) -> None:
+def one_of(name: str, value: str, choices) -> None:
+    """Raises InputError unless a field's value is among the choices."""
     if value not in choices:
         raise InputError(f"{name}={value!r}: must be one of {', '.join(choices)}")
 
 
-def _at_least(section: str, settings, minimum: int, *names: str) -> None:
+def at_least(section: str, settings, minimum: int, *names: str) -> None:
+    """Raises InputError unless these fields of a section's settings reach the minimum."""
     for name in names:
         if getattr(settings, name) < minimum:
             raise InputError(f"{section}.{name}={getattr(settings, name)}: must be at least {minimum}")
@@ -50,8 +52,8 @@ class Task:
         for name in ("path", "system_prompt"):
             if getattr(self, name) and self.name == "arithmetic":
                 raise InputError(f"task.{name}={getattr(self, name)!r}: is not used by task.name='arithmetic'")
-        _at_least("task", self, 0, "seed")
-        _at_least("task", self, 1, "train_size", "eval_size")
+        at_least("task", self, 0, "seed")
+        at_least("task", self, 1, "train_size", "eval_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +86,10 @@ class Rollout:
     max_rows: int
 
     def __post_init__(self):
-        _at_least("rollout", self, 1, "prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens")
+        at_least("rollout", self, 1, "prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens")
         if not self.temperature > 0:
             raise InputError(f"rollout.temperature={self.temperature}: training needs a temperature above 0")
-        _one_of("rollout.noise", self.noise, noise.KINDS)
+        one_of("rollout.noise", self.noise, noise.KINDS)
 
     @property
     def rows(self) -> int:
@@ -102,7 +104,7 @@ class Noise:
     refresh_epochs: int
 
     def __post_init__(self):
-        _at_least("noise", self, 0, "refresh_epochs")
+        at_least("noise", self, 0, "refresh_epochs")
 
 
 PRESET = "preset"  # in place of a value: that of draft.preset
@@ -121,11 +123,11 @@ class Draft:
     costs: str
 
     def __post_init__(self):
-        _one_of("draft.preset", self.preset, PRESETS)
+        one_of("draft.preset", self.preset, PRESETS)
         if self.min_prob != -1 and not 0 <= self.min_prob <= 1:
             raise InputError(f"draft.min_prob={self.min_prob}: must lie in [0, 1], or be -1 for the preset's")
-        _one_of("draft.weight", self.weight, (PRESET, *VOTE_WEIGHTS))
-        _one_of("draft.window", self.window, (PRESET, *WINDOWS))
+        one_of("draft.weight", self.weight, (PRESET, *VOTE_WEIGHTS))
+        one_of("draft.window", self.window, (PRESET, *WINDOWS))
         for source in [] if self.sources == PRESET else self.sources.split("+"):
             if source not in SOURCES[:3]:
                 raise InputError(
@@ -156,7 +158,7 @@ class History:
     max_tokens: int
 
     def __post_init__(self):
-        _at_least("history", self, 1, "depth", "max_tokens")
+        at_least("history", self, 1, "depth", "max_tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +172,7 @@ class Grpo:
     importance_cap: float
 
     def __post_init__(self):
-        _at_least("grpo", self, 1, "updates_per_batch")
+        at_least("grpo", self, 1, "updates_per_batch")
 
     def loss(self) -> LossConfig:
         return LossConfig(self.clip_low, self.clip_high, self.kl_coef, self.aggregate, self.importance_cap)
@@ -210,10 +212,10 @@ class Pipeline:
     defer: float
 
     def __post_init__(self):
-        _one_of("pipeline.mode", self.mode, MODES)
-        _one_of("pipeline.layout", self.layout, LAYOUTS)
-        _at_least("pipeline", self, 1, "slices")
-        _at_least("pipeline", self, 0, "learner_devices", "tensor")
+        one_of("pipeline.mode", self.mode, MODES)
+        one_of("pipeline.layout", self.layout, LAYOUTS)
+        at_least("pipeline", self, 1, "slices")
+        at_least("pipeline", self, 0, "learner_devices", "tensor")
         if not 0 <= self.defer <= 0.5:
             raise InputError(f"pipeline.defer={self.defer}: must be a share of a step's prompts from 0 to 0.5")
 
@@ -232,7 +234,7 @@ class Grading:
     timeout: float
 
     def __post_init__(self):
-        _at_least("grading", self, 0, "workers", "timeout")
+        at_least("grading", self, 0, "workers", "timeout")
         if self.timeout and not self.workers:
             raise InputError(f"grading.timeout={self.timeout}: needs grading.workers of at least 1")
 
@@ -242,7 +244,7 @@ class Eval:
     every: int
 
     def __post_init__(self):
-        _at_least("eval", self, 1, "every")
+        at_least("eval", self, 1, "every")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +253,7 @@ class Checkpoint:
     keep: int
 
     def __post_init__(self):
-        _at_least("checkpoint", self, 1, "every", "keep")
+        at_least("checkpoint", self, 1, "every", "keep")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,10 +319,18 @@ class Settings:
 
     @classmethod
     def from_config(cls, config: ml_collections.ConfigDict) -> "Settings":
-        return _section(cls, config.to_dict(), "")
+        return section(cls, config.to_dict(), "")
 
 
-def _section(cls: type, values: dict, path: str) -> Any:
+def section(cls: type, values: dict, path: str) -> Any:
+    """A settings dataclass from the values of a config, sections within it too.
+
+    Args:
+      path: what the names of its fields begin with in errors: "" or "name.".
+
+    Raises:
+      InputError: a field is unknown, missing, of another type, or out of range.
+    """
     fields = {f.name: f.type for f in dataclasses.fields(cls)}
     for name in values:
         if name not in fields:
@@ -333,7 +343,7 @@ def _section(cls: type, values: dict, path: str) -> Any:
         if dataclasses.is_dataclass(kind):
             if not isinstance(value, dict):
                 raise InputError(f"config.{path}{name}={value!r}: must be a section of fields")
-            arguments[name] = _section(kind, value, f"{path}{name}.")
+            arguments[name] = section(kind, value, f"{path}{name}.")
         else:
             arguments[name] = _typed(f"{path}{name}", value, kind)
     return cls(**arguments)

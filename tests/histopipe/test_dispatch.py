@@ -259,7 +259,8 @@ def test_timeline_adds_up():
     for s in range(SLICES):
         ends = [c["alive"] for c in chunks if c["slice"] == s]
         assert ends[-1] == 0
-    ratios = bubble_ratios(dispatcher.spans, SLICES)
+    start, end = min(s.start for s in dispatcher.spans), max(s.end for s in dispatcher.spans)
+    ratios = bubble_ratios(dispatcher.spans, SLICES, start, end)
     iterations = [sum(c["iterations"] for c in chunks if c["slice"] == s) for s in range(SLICES)]
     assert ratios["pipeline/bubble_iterations"] == pytest.approx(1 - np.mean(iterations) / max(iterations))
     assert 0 <= ratios["seconds/bubble_share"] < 1
@@ -270,9 +271,11 @@ def test_bubbles_by_hand():
         return Span(0, slice, start, end, (0,), 0, Chunk(8, 64, 1, iterations, 0, 0), None)
 
     spans = [span(0, 0.0, 2.0, 10), span(0, 2.0, 4.0, 10), span(1, 1.0, 2.0, 5)]
-    assert bubble_ratios(spans, 2) == {
+    assert bubble_ratios(spans, 2, 0.0, 4.0) == {
         "pipeline/bubble_iterations": pytest.approx(1 - 12.5 / 20),
         "seconds/bubble_share": pytest.approx(1 - 5 / 8),
     }
-    assert bubble_ratios(spans, 4)["pipeline/bubble_iterations"] == pytest.approx(1 - 6.25 / 20)
-    assert set(bubble_ratios([], 3).values()) == {0.0}
+    assert bubble_ratios(spans, 4, 0.0, 4.0)["pipeline/bubble_iterations"] == pytest.approx(1 - 6.25 / 20)
+    # What was decoded before the rollout of this step began does not count as busy in it.
+    assert bubble_ratios(spans, 2, 1.5, 4.0)["seconds/bubble_share"] == pytest.approx(1 - 3 / 5)
+    assert set(bubble_ratios([], 3, 0.0, 0.0).values()) == {0.0}
