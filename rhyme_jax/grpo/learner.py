@@ -10,7 +10,6 @@ Suffix letters: N rows of a batch, B of a micro-batch, S positions, T response p
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -144,12 +143,17 @@ class Learner:
             self.check_batch_size(rows)
         replicated = self._replicated = NamedSharding(mesh, PartitionSpec())
         self._by_row = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        # Micro-batches are scanned over, so their axis stays whole and the rows of each are split.
+        self._by_piece = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
         self._params = param_shardings(model, mesh, LEARNER_RULES)
         self._state = self._state_shardings()
         accumulated = Accumulated(gradients=self._params, sums=replicated)
         self._init = jax.jit(self._init_state, out_shardings=self._state)
         self._zeros = jax.jit(self._no_rows, out_shardings=accumulated)
         self._accumulate = jax.jit(self._add_rows, donate_argnums=1, out_shardings=accumulated)
+        # The micro-batches of a usual batch in one program: a call of its own for each takes fresh memory each time,
+        # which on CPU costs a quarter of it (1.3 s against 1.05 s of CPU time; 1.1M parameters, 64 rows of 96 tokens).
+        self._accumulate_all = jax.jit(self._add_all, out_shardings=accumulated)
         self._apply = jax.jit(self._step, donate_argnums=0, out_shardings=(self._state, replicated))
         # Replicated like all that the host reads: a process can only read what lies on its own devices.
         self._score = jax.jit(lambda params, rows: self._score_rows(params, rows)[0], out_shardings=replicated)
@@ -267,24 +271,32 @@ class Learner:
           InputError: the first batch, where no other rows were named, does not divide over the mesh.
           ValueError, FloatingPointError: as these say.
         """
+        pieces = self._pieces(batch, reference_log_prob, proximal_log_prob)
+        if len(batch.tokens) == self.micro_rows * self.optimizer_config.micro_batches:
+            stacked = jax.tree.map(lambda *x: place(np.stack(x), self._by_piece), *map(self._filled, pieces))
+            return self.apply(state, self._accumulate_all(state.params, *stacked))
         sums = None
-        for piece in self._pieces(batch, reference_log_prob, proximal_log_prob):
+        for piece in pieces:
             sums = self.accumulate(state, sums, *piece)
         return self.apply(state, sums)
 
-    def _pieces(self, batch: Batch, *log_probs) -> Iterator[tuple]:
+    def _pieces(self, batch: Batch, *log_probs) -> list[tuple]:
         """(rows, *log_probs) of each micro-batch; the last may be short."""
         rows = len(batch.tokens)
         if self._micro_rows is None:
             self.check_batch_size(rows)
         if rows == 0:
             raise ValueError("learner: a batch without rows")
-        for start in range(0, rows, self.micro_rows):
-            stop = start + self.micro_rows
-            yield jax.tree.map(lambda x, cut=slice(start, stop): x[cut], (batch, *log_probs))
+        cuts = [slice(start, start + self.micro_rows) for start in range(0, rows, self.micro_rows)]
+        return [jax.tree.map(lambda x, cut=cut: x[cut], (batch, *log_probs)) for cut in cuts]
 
     def _placed(self, rows: Batch, *log_probs) -> tuple:
-        """(rows, *log_probs) on the mesh, filled up to `micro_rows` with rows that are not valid."""
+        """(rows, *log_probs) on the mesh, filled up to `micro_rows`."""
+        return jax.tree.map(lambda x: place(x, self._by_row), self._filled((rows, *log_probs)))
+
+    def _filled(self, piece: tuple) -> tuple:
+        """A micro-batch (rows, *log_probs), filled up to `micro_rows` with rows that are not valid."""
+        rows, *log_probs = piece
         count = len(rows.tokens)
         if not 1 <= count <= self.micro_rows:
             raise ValueError(f"learner: a micro-batch of {count} rows; must have 1 to {self.micro_rows}")
@@ -304,7 +316,7 @@ class Learner:
 
         rows, *log_probs = jax.tree.map(filled, (rows, *log_probs))
         rows.valid[count:] = False
-        return jax.tree.map(lambda x: place(x, self._by_row), (rows, *log_probs))
+        return rows, *log_probs
 
     def _state_shardings(self) -> LearnerState:
         abstract = jax.eval_shape(self.optimizer.init, abstract_params(self.model))
@@ -359,6 +371,14 @@ class Learner:
         gradients, sums = jax.grad(loss_sum, has_aux=True)(params)
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
         return jax.tree.map(jnp.add, total, Accumulated(gradients, sums))
+
+    def _add_all(self, params: dict, rows: Batch, reference_MBT, proximal_MBT) -> Accumulated:
+        """Of micro-batches [M, B, ...]."""
+
+        def add(sums: Accumulated, piece: tuple) -> tuple[Accumulated, None]:
+            return self._add_rows(params, sums, *piece), None
+
+        return jax.lax.scan(add, self._no_rows(), (rows, reference_MBT, proximal_MBT))[0]
 
     def _step(self, state: LearnerState, total: Accumulated) -> tuple[LearnerState, dict]:
         sums = total.sums
