@@ -83,6 +83,12 @@ def get_config(variant: str = "default") -> ml_collections.ConfigDict:
     c.trace.major_shifts = 0.03  # share of prompts whose rank moves by over 10 %; 0.81: epochs are independent
     c.trace.max_tokens = 16384
 
+    # --- the size of the plan that is timed
+    c.planning = ml_collections.ConfigDict()
+    c.planning.prompts = 8192
+    c.planning.samples = 16
+    c.planning.slices = 512
+
     if variant == "heavy_tail":
         c.steps = 50
         c.system.accelerators = 128
@@ -111,4 +117,5 @@ def get_config(variant: str = "default") -> ml_collections.ConfigDict:
         c.system.accelerators = 4
         c.system.samples_per_prompt = 8
         c.system.steps_per_epoch = 2
+        c.planning.prompts, c.planning.slices = 256, 16
     return c

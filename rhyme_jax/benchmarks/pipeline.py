@@ -8,14 +8,16 @@ import copy
 import dataclasses
 import math
 import pathlib
+import statistics
 import time
 
 import ml_collections
+import numpy as np
 
 from rhyme_jax.errors import InputError
 from rhyme_jax.histopipe import simulator, traces
 from rhyme_jax.histopipe.costs import SliceCost
-from rhyme_jax.histopipe.plan import LAYOUTS
+from rhyme_jax.histopipe.plan import LAYOUTS, Work, make_plan
 from rhyme_jax.training import settings
 from rhyme_jax.training.console import Console, duration
 
@@ -105,6 +107,18 @@ class TraceSettings(traces.Lengths):
 
 
 @dataclasses.dataclass(frozen=True)
+class Planning:
+    prompts: int
+    samples: int
+    slices: int
+
+    def __post_init__(self):
+        settings.at_least("planning", self, 1, "prompts", "samples", "slices")
+        if self.slices > self.prompts:
+            raise InputError(f"planning.slices={self.slices}: must not exceed planning.prompts={self.prompts}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """A typed, checked copy of `configs/simulate_pipeline.py`."""
 
@@ -117,6 +131,7 @@ class Settings:
     system: System
     learner: Learner
     trace: TraceSettings
+    planning: Planning
 
     def __post_init__(self):
         settings.at_least("config", self, 1, "steps")
@@ -178,12 +193,34 @@ def run(config: ml_collections.ConfigDict, console: Console) -> dict:
     """
     cases = [(case, Settings.from_config(_overridden(config, case))) for case in _cases(config)]
     if not cases:
-        return _simulate(Settings.from_config(config), console)
+        chosen = Settings.from_config(config)
+        return {**_simulate(chosen, console), "planning_seconds": planning_seconds(chosen, console)}
     done = []
     for case, chosen in cases:
         console.line(f"--- {case}")
         done.append({"case": case, **_simulate(chosen, console)})
     return {"cases": done}
+
+
+def planning_seconds(s: Settings, console: Console) -> dict[str, float]:
+    """What one plan takes, by mode: process seconds on whatever cores numpy uses, the median of five."""
+    n = s.planning
+    rng = np.random.default_rng(s.seed)
+    mean_G = np.clip(s.trace.median * rng.lognormal(0.0, s.trace.sigma, n.prompts), 1, s.trace.max_tokens)
+    prompt_G = np.full(n.prompts, s.trace.prompt_tokens)
+    work = Work(mean_G, mean_G * (1 + 2 * s.trace.within), prompt_G, n.samples, longest=s.trace.max_tokens)
+    cost, seconds = s.simulated().cost, {}
+    busy_S = rng.uniform(0, 60, n.slices)
+    for mode, busy in (("balanced", None), ("cross_step", busy_S)):
+        taken = []
+        for _ in range(5):
+            start = time.process_time()
+            make_plan(work, n.slices, cost, mode, busy_S=busy)
+            taken.append(time.process_time() - start)
+        seconds[mode] = statistics.median(taken)
+    text = ", ".join(f"{mode} {t:.2f} s" for mode, t in seconds.items())
+    console.line(f"a plan of {n.prompts} prompts x {n.samples} samples on {n.slices} slices: {text}")
+    return seconds
 
 
 def _cases(config: ml_collections.ConfigDict) -> list[str]:

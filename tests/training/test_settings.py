@@ -60,7 +60,7 @@ def test_every_variant_passes_unchanged(variant):
 
 
 def test_unknown_variants_list_the_known_ones():
-    with pytest.raises(ValueError, match="no variant 'large'; there are tiny, smollm2, smoke"):
+    with pytest.raises(ValueError, match="no variant 'large'; there are tiny, smollm2, long_tail, smoke"):
         get_config("large")
 
 
