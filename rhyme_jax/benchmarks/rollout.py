@@ -74,7 +74,7 @@ def run(config: ml_collections.ConfigDict, console: Console, verify_tokens: int 
                 result["modes"] = {name: _summary(modes, name) for name in modes if name != "vanilla coupled"}
                 _table(result["modes"], console)
             fresh = worlds.world("fresh")
-            result["cost_table"] = fresh.engine.costs.to_json()
+            result["cost_table"] = fresh.sampler.engine.costs.to_json()
             result["store"] = store_bytes()
             console.line(f"history store: {result['store']['bytes_per_token']:.2f} bytes a token in all")
             result["drafting"] = drafting_cost(fresh, **config.drafting.to_dict())
@@ -121,7 +121,7 @@ class _Worlds:
             trainer = kind(train.lock(), os.path.join(self.scratch, noise), self.console)
             if self.trainers:
                 trainer.sampler = next(iter(self.trainers.values())).sampler
-                trainer.engine.acceptance = Acceptance(trainer.engine.config.depths)
+                trainer.sampler.forget()
             else:
                 trainer.measure_costs()
             self.trainers[noise] = trainer
@@ -146,10 +146,11 @@ def _modes(config, worlds: _Worlds, console: Console) -> dict[str, Mode]:
         if not wanted:
             continue
         trainer = worlds.world(noise)
-        engine, settings = trainer.engine, trainer.settings
+        engine, settings = trainer.sampler.engine, trainer.settings
         learned = copy.deepcopy(engine.acceptance)  # by the training steps
         weights = trainer.learner.rollout_params(trainer.state)
-        prompts, requests, history = _first_groups(config.groups, *trainer.plan())
+        prompts, requests, history, _ = trainer.plan(trainer.progress.steps)
+        prompts, requests, history = _first_groups(config.groups, prompts, requests, history)
         if config.groups:
             engine.prepare(weights, requests, history)
         plain = "vanilla" if noise == "fresh" else "vanilla coupled"
@@ -168,7 +169,7 @@ def _modes(config, worlds: _Worlds, console: Console) -> dict[str, Mode]:
                 preset = PRESETS[name]
                 rules = dataclasses.replace(engine.config.rules, sources=preset.sources, min_prob=preset.min_prob)
                 chosen = dataclasses.replace(engine.config, rules=rules, window=preset.window)
-                mode_engine = RolloutEngine(trainer.model, chosen, trainer.mesh, settings.seed, engine.costs)
+                mode_engine = RolloutEngine(trainer.model, chosen, trainer.learner.mesh, settings.seed, engine.costs)
                 tokens = [p.tokens for p in prompts]
                 block = trainer.history.query(
                     tokens, len(tokens), history.weight_GR.shape[1], settings.rollout.max_new_tokens, preset.weight
@@ -345,9 +346,9 @@ def drafting_cost(trainer: Trainer, rows: int, samples: int, responses: int, tok
 def _plain_seconds(trainer: Trainer, rows: int, tokens: int) -> float:
     """Seconds to decode so many tokens in each of some rows, prefill included; no row ends early."""
     config = dataclasses.replace(
-        trainer.engine.config, eos_ids=(-1,), draft_buckets=(1,), max_rows=rows, chunk=tokens, prompt_slots=8
+        trainer.sampler.engine.config, eos_ids=(-1,), draft_buckets=(1,), max_rows=rows, chunk=tokens, prompt_slots=8
     )
-    engine = RolloutEngine(trainer.model, config, trainer.mesh, 0)
+    engine = RolloutEngine(trainer.model, config, trainer.learner.mesh, 0)
     weights = trainer.learner.rollout_params(trainer.state)
     prompts = trainer.train_prompts
 
@@ -417,7 +418,7 @@ def _verify(trainer: Trainer, tokens: int, console: Console) -> dict:
         trainer.model,
         trainer.tokenizer.eos_ids,
         [p.tokens for p in trainer.train_prompts[:16]],
-        trainer.mesh,
+        trainer.learner.mesh,
         tokens,
         budget=min(48, trainer.settings.rollout.max_new_tokens),
         progress=console.line,

@@ -19,17 +19,13 @@ from rhyme_jax.histopipe.dispatch import Span
 from rhyme_jax.histopipe.plan import Plan
 
 
-def bubble_ratios(
-    spans: Sequence[Span], slices: int, start: float | None = None, end: float | None = None
-) -> dict[str, float]:
+def bubble_ratios(spans: Sequence[Span], slices: int, start: float, end: float) -> dict[str, float]:
     """Shares of the slices' time in which they stood still while others decoded; 0 where nothing was decoded.
 
     `pipeline/bubble_iterations` counts time in iterations of the decoding loop, which no machine's noise touches: 1 -
     mean over slices / most of a slice. `seconds/bubble_share` is 1 - busy seconds / (slices x seconds) between `start`
     and `end`, those of the rollout on the clock of the spans.
     """
-    start = min((s.start for s in spans), default=0.0) if start is None else start
-    end = max((s.end for s in spans), default=0.0) if end is None else end
     iterations_S, busy_S = np.zeros(slices), np.zeros(slices)
     for span in spans:
         iterations_S[span.slice] += span.chunk.iterations

@@ -4,17 +4,21 @@ Suffix letters: N rollouts, G groups of C samples, S positions, T response posit
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 
+from rhyme_jax.errors import InputError
 from rhyme_jax.grpo.advantages import group_advantages
 from rhyme_jax.grpo.learner import Batch
 from rhyme_jax.histopipe.dispatch import Flight, Span
 from rhyme_jax.history.lengths import Forecast
+from rhyme_jax.history.store import Response, prompt_id
 from rhyme_jax.histospec.budget import Tally
 from rhyme_jax.histospec.rollouts import Request, Rollouts
+from rhyme_jax.models.tokenizer import Tokenizer
 from rhyme_jax.tasks.problems import Problem
 
 
@@ -25,6 +29,36 @@ class Prompt:
     problem: Problem
     tokens: np.ndarray  # int32
     id: int
+
+    @classmethod
+    def of(cls, problem: Problem, tokenizer: Tokenizer, system_prompt: str, max_tokens: int) -> "Prompt":
+        """Raises InputError where it has more tokens than that."""
+        text = problem.question
+        if problem.chat:
+            text = tokenizer.render_chat(text, system_prompt or None)
+        tokens = np.array(tokenizer.encode(text), np.int32)
+        if len(tokens) > max_tokens:
+            raise InputError(
+                f"rollout.max_prompt_tokens={max_tokens}: the prompt {problem.question[:40]!r}... has {len(tokens)} "
+                f"tokens; raise it to at least that"
+            )
+        return cls(problem, tokens, prompt_id(tokens))
+
+
+def make_requests(
+    prompts: Sequence[Prompt], words: Sequence[int], budget: int, expected_G: Sequence[float] | None = None
+) -> list[Request]:
+    """A rollout of each prompt under each noise word.
+
+    Args:
+      expected_G: predicted tokens of a response to each prompt; 0 is unknown, None: so are all.
+    """
+    expected_G = [0.0] * len(prompts) if expected_G is None else expected_G
+    return [
+        Request(p.tokens, p.id, sample, word, g, budget, float(expected_G[g]))
+        for g, p in enumerate(prompts)
+        for sample, word in enumerate(words)
+    ]
 
 
 class StepRollouts:
@@ -44,6 +78,20 @@ class StepRollouts:
     def rollouts_of(self, groups) -> np.ndarray:
         """The numbers of all rollouts of some groups, in order."""
         return np.flatnonzero(np.isin(self.flight.group_N, list(groups)))
+
+    def grade_finished(self, numbers: Sequence[int], grade: Callable[[Problem, list[np.ndarray]], Future]) -> None:
+        """Has the groups graded that these rollouts were the last of, on this process."""
+        flight = self.flight
+        unfinished = set(flight.group_N[flight.unfinished_N].tolist())
+        for g in sorted({int(flight.group_N[n]) for n in numbers} - unfinished):
+            of_group = np.flatnonzero((flight.group_N == g) & flight.here_N)
+            responses = [flight.job.rows.response(n) for n in of_group]
+            self.grades[g] = of_group, grade(self.prompts[g].problem, responses)
+
+    def await_grades(self) -> None:
+        """Fills in the rewards of this process's rollouts."""
+        for numbers, rewards in self.grades.values():
+            self.reward_N[numbers] = rewards.result()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +123,61 @@ class Graded:
             valid=valid_GC.reshape(-1),
             stale=self.version_N < step,
         )
+
+    def length_GC(self, samples: int) -> np.ndarray:
+        """Tokens of the responses."""
+        return self.rollouts.response_length_N.reshape(-1, samples)
+
+    def visits(self, samples: int) -> Iterator[tuple[Prompt, list[Response]]]:
+        """What the history keeps, by group."""
+        responses = [
+            Response(
+                self.rollouts.response(n),
+                float(self.rewards_N[n]),
+                int(self.version_N[n]),
+                int(self.step_N[n]),
+                r.sample,
+                r.noise,
+            )
+            for n, r in enumerate(self.requests)
+        ]
+        for start in range(0, len(responses), samples):
+            yield self.prompts[start], responses[start : start + samples]
+
+    def records(self, step: int, decode: Callable[[np.ndarray], str]) -> Iterator[dict]:
+        """What `samples/` keeps of each rollout, of a batch that was learned from at a step."""
+        for n, r in enumerate(self.requests):
+            yield {
+                "prompt": self.prompts[n].problem.question,
+                "sample": r.sample,
+                "completion": decode(self.rollouts.response(n)),
+                "reward": None if np.isnan(self.rewards_N[n]) else float(self.rewards_N[n]),
+                "length": int(self.rollouts.response_length_N[n]),
+                "accepted": int(self.rollouts.accepted_N[n]),
+                "ended": bool(self.rollouts.ended_N[n]),
+                "policy_version": int(self.version_N[n]),
+                "deferred": bool(self.step_N[n] < step),
+            }
+
+    def metrics(self, samples: int) -> dict[str, float]:
+        """Of rewards and rollouts."""
+        rollouts, lengths = self.rollouts, self.rollouts.response_length_N
+        rewards = self.rewards_N[~np.isnan(self.rewards_N)]
+        best_G = np.nan_to_num(self.rewards_N).reshape(-1, samples).max(axis=1)
+        return {
+            "reward/mean": float(rewards.mean()) if rewards.size else math.nan,
+            "reward/std": float(rewards.std()) if rewards.size else math.nan,
+            "reward/any_correct": float((best_G >= 1).mean()),
+            "response/length_mean": float(lengths.mean()),
+            "response/length_max": int(lengths.max()),
+            "response/truncated_share": float((~rollouts.ended_N).mean()),
+            "rollout/tokens": rollouts.generated,
+            "rollout/iterations": rollouts.iterations,
+            "rollout/tokens_per_row_forward": rollouts.tokens_per_row_forward,
+            "rollout/proposed": int(rollouts.proposed_N.sum()),
+            "rollout/accepted": int(rollouts.accepted_N.sum()),
+            "rollout/acceptance": rollouts.acceptance,
+        }
 
 
 def graded(step: StepRollouts, groups) -> Graded:

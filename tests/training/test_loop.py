@@ -145,7 +145,7 @@ def test_coupled_noise_repeats_what_did_not_change(tmp_path):
     assert texts[0] == texts[2]
 
     first = trainer(config, tmp_path / "resumed")
-    first._compare_with_plain = crash
+    first.sampler.compare_with_plain = crash
     with pytest.raises(Crash):
         first.run()
     first.close()
@@ -186,7 +186,7 @@ def test_costs_are_measured_once_and_nothing_compiles_after_the_first_epoch(tmp_
 
     def counted():
         metrics = step()
-        compiled.append(len(t.engine.compiled) + len(t.greedy.slices[0].engine.compiled))
+        compiled.append(len(t.sampler.engine.compiled) + len(t.sampler.greedy.slices[0].engine.compiled))
         return metrics
 
     t.step = counted
@@ -197,14 +197,14 @@ def test_costs_are_measured_once_and_nothing_compiles_after_the_first_epoch(tmp_
     shapes = {(c["rows"], c["slots"]) for c in table["costs"]}
     assert {c["k"] for c in table["costs"]} == {1, 4} and len(table["costs"]) == 2 * len(shapes)
     assert all(c["seconds"] > 0 for c in table["costs"])
-    drafting = [p for p in t.engine.compiled if p.startswith("decode") and "corpus" in p]
+    drafting = [p for p in t.sampler.engine.compiled if p.startswith("decode") and "corpus" in p]
     assert len(drafting) == len(shapes), "one program for each declared shape and K above 1"
 
     # The table is the run's: another start of it, and a run that is given the file, decide by the same figures.
     config.draft.costs = str(tmp_path / "run" / "cost_table.json")
     again = trainer(config, tmp_path / "again")
     again.close()
-    assert again.costs_known and again.engine.costs.to_json() == table
+    assert again.costs_known and again.sampler.engine.costs.to_json() == table
 
 
 def test_rollout_and_learner_agree_on_log_probs(whole):
@@ -318,7 +318,7 @@ def test_resumed_with_fewer_steps_it_still_has_a_result(tmp_path):
     config.steps, config.checkpoint.every, config.eval.every = 3, 2, 3
     first = trainer(config, tmp_path)
 
-    first._compare_with_plain = crash  # in the last step, after the checkpoint of step 2
+    first.sampler.compare_with_plain = crash  # in the last step, after the checkpoint of step 2
     with pytest.raises(Crash):
         first.run()
     first.close()

@@ -63,7 +63,7 @@ def test_the_same_run_on_any_slices(alone, tmp_path, name):
     assert all(m["learner/staleness_max"] == 0 and m["learner/rollout_gap"] < 1e-4 for m in metrics)
     assert all(0 <= m["pipeline/bubble_iterations"] < 1 for m in metrics)
     records = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
-    slices = t.slices.total
+    slices = t.sampler.slices.total
     assert {r["slice"] for r in records if r["kind"] == "chunk"} == set(range(slices))
     assert [r["step"] for r in records if r["kind"] == "plan"] == [1, 2, 3, 4]
     iterations = sum(r["iterations"] for r in records if r["kind"] == "chunk")

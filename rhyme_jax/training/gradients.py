@@ -1,0 +1,111 @@
+"""How the policy learns from a step: the updates on its batch, and a stream of gradients where the learner has devices
+of its own, accumulated group by group while other groups are decoded.
+"""
+
+from collections.abc import Callable, Iterable
+
+import jax
+import numpy as np
+
+from rhyme_jax.grpo.learner import Accumulated, Batch, Learner, LearnerState
+from rhyme_jax.training.batches import Graded, StepRollouts, graded
+
+
+class GradientStream:
+    """Adds up the gradients of a step, group by group.
+
+    Groups are taken in the order in which they were finished, so that a repeated run adds them up alike.
+
+    Args:
+      state: what the step's gradients are taken at.
+      reference: parameters of the reference policy; None where there is no KL penalty.
+      batch: what the learner gets of graded groups at a step.
+      step: the one that learns.
+      sources: the rollouts that it learns from; of those of an earlier step only what was deferred.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        state: LearnerState,
+        reference: dict | None,
+        batch: Callable[[Graded, int], Batch],
+        step: int,
+        sources: Iterable[StepRollouts],
+    ):
+        self.learner, self.state, self.reference = learner, state, reference
+        self.batch, self.step, self.sources = batch, step, tuple(sources)
+        self.taken: dict[int, set[int]] = {s.flight.step: set() for s in self.sources}  # groups, by step
+        self.rows: Batch | None = None  # of finished groups, less than a micro-batch
+        self.count = 0
+        self.sums: Accumulated | None = None
+
+    def flow(self, wait: bool = False) -> None:
+        """Takes the groups that are graded; with `wait`, all that belong to the step."""
+        for source in self.sources:
+            belong = source.flight.deferred if source.flight.step < self.step else None
+            taken = self.taken[source.flight.step]
+            for group, (numbers, rewards) in source.grades.items():
+                if group in taken or (belong is not None and group not in belong):
+                    continue
+                if not wait and not rewards.done():
+                    break
+                source.reward_N[numbers] = rewards.result()
+                taken.add(group)
+                self._add(self.batch(graded(source, [group]), self.step))
+
+    def finish(self, rows: int) -> Accumulated:
+        """The sums over the whole batch of so many rows, which are as large as the parameters: they are handed over."""
+        self.flow(wait=True)
+        if self.rows is not None:
+            self._accumulate(self.rows)
+        if self.count != rows:
+            raise RuntimeError(f"learner: {self.count} rows were accumulated of a batch of {rows}")
+        sums, self.sums = self.sums, None
+        return sums
+
+    def _add(self, batch: Batch) -> None:
+        rows = batch if self.rows is None else jax.tree.map(lambda *x: np.concatenate(x), self.rows, batch)
+        size = self.learner.micro_rows
+        while len(rows.valid) >= size:
+            self._accumulate(jax.tree.map(lambda x: x[:size], rows))
+            rows = jax.tree.map(lambda x: x[size:], rows)
+        self.rows = rows if len(rows.valid) else None
+
+    def _accumulate(self, rows: Batch) -> None:
+        log_prob = None if self.reference is None else self.learner.score(self.reference, rows)
+        self.sums = self.learner.accumulate(self.state, self.sums, rows, log_prob)
+        self.count += len(rows.valid)
+
+
+def update_policy(
+    learner: Learner,
+    state: LearnerState,
+    batch: Batch,
+    updates: int,
+    reference: dict | None,
+    runs_ahead: bool,
+    stream: GradientStream | None,
+) -> tuple[LearnerState, dict[str, float]]:
+    """So many updates on a batch; returns the learner's metrics of the last.
+
+    Args:
+      reference: as for `GradientStream`.
+      runs_ahead: whether batches of this run may have stale rows.
+      stream: has, or will have, the gradients of the first update; None: they are still to be computed.
+    """
+    reference_log_prob = proximal = None
+    if reference is not None and (stream is None or updates > 1):
+        reference_log_prob = learner.score(reference, batch)
+    if runs_ahead and updates > 1:
+        # Always an array, so that one program is compiled; fresh rows do not look at it.
+        proximal = learner.score(state.params, batch) if batch.stale.any() else np.zeros_like(batch.log_prob)
+    metrics: dict[str, float] = {}
+    for number in range(updates):
+        if number == 0 and stream is not None:
+            state, new = learner.apply(state, stream.finish(len(batch.valid)))
+        else:
+            state, new = learner.update(state, batch, reference_log_prob, proximal)
+        # The gap between rollout and learner means something before the batch's first update only.
+        metrics = new if number == 0 else {**new, "rollout_gap": metrics["rollout_gap"]}
+    return state, metrics
