@@ -59,7 +59,7 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     c.rollout.top_p = 1.0  # 1 is off
     c.rollout.noise = "fresh"  # "fresh" each step | "coupled": a prompt's i-th sample meets the same in every epoch
     c.rollout.chunk = 32  # iterations on the device between two looks of the host
-    c.rollout.max_rows = 256  # responses decoded together; more wait until some are done
+    c.rollout.max_rows = 256  # responses decoded together on a slice (a power of two); more wait until some are done
 
     c.noise = ml_collections.ConfigDict()
     c.noise.refresh_epochs = 0  # coupled: each sample meets new noise once in so many epochs; 0 never
@@ -118,7 +118,9 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     c.pipeline.learner_devices = 0  # the last so many devices are the learner's alone; 0: it shares the others
     c.pipeline.tensor = 0  # devices of a slice over which the model is split; 0: as mesh.tensor
     c.pipeline.migration = True  # a slice that is through takes over work of others (not in sync)
-    c.pipeline.defer = 0.05  # cross_step: share of a step's prompts whose late responses may join the next step
+    c.pipeline.defer = (
+        0.05  # cross_step: most of a step's prompts, as a share, that may join the next for late responses
+    )
     c.grading = ml_collections.ConfigDict()
     c.grading.workers = 1  # processes that grade while others decode; 0: the controller does
     c.grading.timeout = 0.0  # seconds that one prompt's grades may take; 0: any

@@ -6,9 +6,9 @@ dispatch keeps all of them busy. The controller goes through their ends one by o
 *Virtual time.* What is decided between slices (who takes over what, which group waits for the next step, which slice
 runs ahead) depends on the order in which chunks end. The order of the clock on the wall would differ from run to run,
 and a resumed run would go another way than an uninterrupted one. So the controller keeps a clock for each slice that
-advances by what the cost table says a chunk takes, and goes by that: the same inputs give the same decisions. A slice
-whose chunk takes less than foretold then waits for its turn, at most for a chunk. Where nothing is decided between
-slices, the order of the wall clock is taken.
+advances by what the cost table says a chunk takes, and takes chunks in by when they are due: the same inputs give the
+same decisions. A slice whose chunk ends before it is due waits for its turn, at most for a chunk. Where nothing depends
+on the order, that of the wall clock is taken.
 
 *Running ahead* (`cross_step`). A slice that is through with its share of a step may begin its share of the next with
 the weights it has, and groups whose last responses outgrow all forecasts may be left to the next step (`defer`).
@@ -61,8 +61,16 @@ class Span:
 class Flight:
     """The rollouts of a step, from the plan to the last token. N rollouts; all are in the order of the job."""
 
-    def __init__(self, step: int, job: Job, plan: Plan, forecast: Forecast | None = None):
-        self.step, self.job, self.plan, self.forecast = step, job, plan, forecast
+    def __init__(
+        self,
+        step: int,
+        job: Job,
+        plan: Plan,
+        forecast: Forecast | None = None,
+        describe: Callable[[int], str] = lambda group: f"group {group}",
+    ):
+        """`describe`: what to call a group in an error."""
+        self.step, self.job, self.plan, self.forecast, self.describe = step, job, plan, forecast, describe
         self.group_N = np.array([r.group for r in job.requests])
         self.here_N = np.zeros(len(job.requests), bool)  # rolled out on slices of this process
         self.version_N = np.full(len(job.requests), -1)  # of the policy that decodes; -1: not begun
@@ -82,7 +90,8 @@ class _Slice:
     number: int
     index: int  # among those of this process
     engine: RolloutEngine
-    clock: float = 0.0  # virtual seconds
+    clock: float = 0.0  # virtual seconds, at the start of the chunk that is under way
+    due: float = 0.0  # when that ends, if it runs to its limit
     session: Session | None = None
     flight: Flight | None = None
     weights: Weights | None = None
@@ -101,7 +110,8 @@ class Dispatcher:
       migrate: whether rollouts may move between slices once the plan has been carried out on one of them.
       defer: share of a step's groups that it may be closed without; 0 for none.
       force: moves a rollout to each free slice whatever it costs (tests).
-      describe: what to call a group of a flight in an error.
+      ordered: whether chunks are taken in by virtual time. What follows from their order (moves, running ahead, the
+        order in which groups are learned from) is then the same in every run.
 
     `cost` foretells what is left to do, and `weights` are those that sessions begin with; both are the caller's to set.
     """
@@ -113,10 +123,10 @@ class Dispatcher:
         migrate: bool = False,
         defer: float = 0.0,
         force: bool = False,
-        describe: Callable[[Flight, int], str] = lambda flight, group: f"group {group}",
+        ordered: bool = True,
     ):
         self.slices = [_Slice(first + i, i, e) for i, e in enumerate(engines)]
-        self.migrate, self.defer, self.force, self.describe = migrate, defer, force, describe
+        self.migrate, self.defer, self.force, self.ordered = migrate, defer, force, ordered
         self.cost: SliceCost | None = None
         self.weights: Weights | None = None
         self.spans: list[Span] = []
@@ -130,8 +140,13 @@ class Dispatcher:
         """Virtual seconds until each slice of this process is free, as foretold, from when the first one is."""
         if self.idle:
             return np.zeros(len(self.slices))
-        at = [s.clock + (self._left(s) if s.session is not None else 0.0) for s in self.slices]
-        return np.array(at) - min(at)
+        now = self._now()
+        at_S = np.array([max(s.clock, now) for s in self.slices])
+        for flight, weights in self._policies():
+            at_S += self._left(self._live(flight, weights)[0])
+        for s in self.slices:
+            at_S[s.index] += sum(flight.plan.seconds_by_slice[s.number] for flight, _ in s.queue)
+        return at_S - at_S.min()
 
     # --- what the loop asks for ---------------------------------------------------------------------------------
 
@@ -180,7 +195,7 @@ class Dispatcher:
                 following = ahead()
                 if following is not None:
                     self.launch(following)
-            self._advance(flight, each)
+            self._advance([f for f in (flight, before) if f is not None], each)
 
     def take_spans(self) -> list[Span]:
         """What was done since this was last asked."""
@@ -189,8 +204,8 @@ class Dispatcher:
 
     # --- one event ----------------------------------------------------------------------------------------------
 
-    def _advance(self, closing: Flight, each: Callable | None) -> None:
-        """Takes in the chunk that ends next, and starts what follows on it. The slice that ends the flight `closing`
+    def _advance(self, closing: Sequence[Flight], each: Callable | None) -> None:
+        """Takes in the chunk that ends next, and starts what follows on it. The slice that ends the flights `closing`
         does not run ahead: the new policy is about to come.
         """
         s = self._next()
@@ -213,9 +228,9 @@ class Dispatcher:
             self._dispatch(s)
         else:
             s.session = s.flight = s.weights = None
-            if closing.unfinished_N.any():
+            if any(f.unfinished_N.any() for f in closing):
                 self._begin(s, now)
-        if self.migrate and flight.forecast is not None:
+        if self.migrate and finished:  # else there is nothing that was not looked at before
             self._migrate(now)
         if each is not None and finished:
             each(flight, finished)
@@ -224,15 +239,14 @@ class Dispatcher:
         working = [s for s in self.slices if s.session is not None]
         if not working:
             raise RuntimeError("dispatch: rollouts are left and no slice has any")
-        first = min(working, key=lambda s: s.clock)
+        first = min(working, key=lambda s: s.due)
         if len(working) == 1:
             return first
-        ordered = self.migrate or self.defer > 0
         while True:  # watches all of them, so that each chunk's end is seen when it comes
             for s in working:
                 if s.ended is None and s.session.ready:
                     s.ended = time.monotonic()
-                if s.ended is not None and (s is first or not ordered):
+                if s.ended is not None and (s is first or not self.ordered):
                     return s
             time.sleep(POLL_SECONDS)
 
@@ -251,7 +265,8 @@ class Dispatcher:
 
     def _dispatch(self, s: _Slice) -> None:
         s.started, s.ended = time.monotonic(), None
-        self._guarded(s, s.session.dispatch)
+        rows, slots, k, limit = self._guarded(s, s.session.dispatch)
+        s.due = s.clock + limit * s.engine.costs.seconds(rows, slots, k)
 
     def _guarded(self, s: _Slice, work: Callable, numbers: Sequence[int] | None = None):
         """The result of work on a slice's devices; what goes wrong there names the prompts."""
@@ -261,7 +276,7 @@ class Dispatcher:
             if numbers is None:
                 numbers = [*s.session.running.tolist(), *s.session.waiting]
             groups = sorted({int(s.flight.group_N[n]) for n in numbers})
-            named = ", ".join(self.describe(s.flight, g) for g in groups[:3])
+            named = ", ".join(s.flight.describe(g) for g in groups[:3])
             more = f" and {len(groups) - 3} more" if len(groups) > 3 else ""
             raise RunError(
                 f"step {s.flight.step + 1}: slice {s.number} failed while it decoded {named}{more}: {one_line(e)}"
@@ -292,19 +307,23 @@ class Dispatcher:
         """Gives free slices something to do."""
         coming = {to for s in self.slices for _, to in s.leaving}
         free = [s for s in self.slices if s.session is None and not s.queue and s.index not in coming]
-        working = [s for s in self.slices if s.session is not None]
-        policies = {(s.flight.step, s.weights.version): (s.flight, s.weights) for s in working}
-        for flight, weights in policies.values():
+        for flight, weights in self._policies():
             free = [s for s in free if s.session is None]
             if not free:
                 return
-            live, movable_N = self._live(flight, weights)
-            seconds_S = np.array([self._left(s) if s.weights is weights else 0.0 for s in self.slices])
+            live, outlier_N = self._live(flight, weights)
+            leaving = [n for s in self.slices for n, _ in s.leaving]
+            movable_N = outlier_N & ~np.isin(live.rollout_N, leaving)
+            if not (live.waiting_N.any() or movable_N.any() or self.force):
+                continue
+            seconds_S = self._left(live)
             moves = migration.moves(
                 live, [s.index for s in free], seconds_S, self.cost, movable_N=movable_N, force=self.force
             )
             taken: dict[int, list[int]] = {}
             for n, to in moves:
+                if n in leaving:
+                    continue
                 source = next(s for s in self.slices if s.session is not None and _holds(s, flight, n))
                 if n in source.session.waiting:
                     source.session.give_up([n])
@@ -314,6 +333,11 @@ class Dispatcher:
             for to, numbers in taken.items():
                 self._give(self.slices[to], flight, weights, numbers, now)
 
+    def _policies(self) -> list[tuple[Flight, Weights]]:
+        """What is being decoded of which lengths are foretold: each flight by each of its policies."""
+        working = [s for s in self.slices if s.session is not None and s.flight.forecast is not None]
+        return list({(s.flight.step, s.weights.version): (s.flight, s.weights) for s in working}.values())
+
     def _live(self, flight: Flight, weights: Weights) -> tuple[migration.Live, np.ndarray]:
         """The unfinished rollouts of a flight by one policy, and which of those that run are outliers."""
         rollouts, places, elapsed, waiting = [], [], [], []
@@ -321,7 +345,7 @@ class Dispatcher:
         for s in self.slices:
             if s.session is None or s.flight is not flight or s.weights is not weights:
                 continue
-            running = [int(n) for n in s.session.running if all(n != m for m, _ in s.leaving)]
+            running = s.session.running.tolist()
             queued = list(s.session.waiting)
             rollouts += [*running, *queued]
             places += [s.index] * (len(running) + len(queued))
@@ -347,20 +371,12 @@ class Dispatcher:
         done_G = np.bincount(flight.group_N, flight.job.rows.finished_N, groups)
         return done_G / np.maximum(1, np.bincount(flight.group_N, minlength=groups))
 
-    def _left(self, s: _Slice) -> float:
-        """Seconds that a slice's session still needs, as foretold; 0 where nothing foretells."""
-        if self.cost is None or s.flight.forecast is None or not s.session.busy:
-            return 0.0
-        live, _ = self._live_of(s)
+    def _left(self, live: migration.Live) -> np.ndarray:
+        """Seconds that each slice still needs for these rollouts, as foretold; 0 where it has none of them."""
+        order = np.argsort(live.slice_N, kind="stable")
         tokens_N = migration.remaining_tokens(live.elapsed_N, live.expected_N, live.upper_N)
-        context_N = live.prompt_N + live.elapsed_N
-        return float(completion(self.cost, tokens_N, np.array([0, len(tokens_N)]), context_N)[0])
-
-    def _live_of(self, s: _Slice) -> tuple[migration.Live, np.ndarray]:
-        live, movable_N = self._live(s.flight, s.weights)
-        here_N = live.slice_N == s.index
-        fields = {f.name: getattr(live, f.name)[here_N] for f in dataclasses.fields(live)}
-        return migration.Live(**fields), movable_N[here_N]
+        start_S = np.searchsorted(live.slice_N[order], np.arange(len(self.slices) + 1))
+        return completion(self.cost, tokens_N[order], start_S, (live.prompt_N + live.elapsed_N)[order])
 
     def _late_groups(self, flight: Flight, may_defer: bool) -> set[int] | None:
         """The groups that the flight may be closed without; None where it cannot be closed yet."""
@@ -373,11 +389,8 @@ class Dispatcher:
         # Their policy would be two steps behind when the next step is learned from.
         if (flight.version_N[np.isin(flight.group_N, list(groups))] < flight.step + 1 - MAX_LAG).any():
             return None
-        for s in self.slices:
-            if s.flight is not flight or s.session is None:
-                continue
-            _, outlier_N = self._live_of(s)
-            if not outlier_N.all():
+        for other, weights in self._policies():
+            if other is flight and not self._live(flight, weights)[1].all():
                 return None
         return groups if all(f is not flight for s in self.slices for f, _ in s.queue) else None
 

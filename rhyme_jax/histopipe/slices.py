@@ -79,15 +79,19 @@ def cut_slices(
             f"mesh={tuple(learner.shape.values())}: must use all {len(devices)} devices of the "
             f"{len(processes)} processes"
         )
+    if learner_devices and learner.size != learner_devices:
+        raise InputError(
+            f"mesh={tuple(learner.shape.values())}: must use all pipeline.learner_devices={learner_devices} devices"
+        )
     if not learner_devices:  # a mesh of fewer devices than there are leaves the rest alone
         rollout = list(learner.devices.flat)
     if slices < 1 or len(rollout) % slices or slices % len(processes):
         each = f", in each of {len(processes)} processes" if len(processes) > 1 else ""
         raise InputError(f"pipeline.slices={slices}: must divide the {len(rollout)} devices that roll out{each}")
     size = len(rollout) // slices
-    tensor = tensor or learner.shape["tensor"]
+    name, tensor = ("pipeline.tensor", tensor) if tensor else ("mesh.tensor", learner.shape["tensor"])
     if size % tensor:
-        raise InputError(f"pipeline.tensor={tensor}: must divide the {size} devices of a slice")
+        raise InputError(f"{name}={tensor}: must divide the {size} devices of a slice")
     here = [d for d in rollout if d.process_index == jax.process_index()]
     before = sum(d.process_index < jax.process_index() for d in rollout)
     meshes = tuple(make_mesh(-1, 1, tensor, here[i : i + size]) for i in range(0, len(here), size))

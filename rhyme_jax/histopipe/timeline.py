@@ -6,7 +6,7 @@ Three kinds of record, each with its `step` (counted from 1, as in the metrics):
 - *chunk*: iterations of the decoding loop on one slice: `start` and `end` in seconds of training, `iterations`, `k`,
   `rows` of the batch, `alive` of them at the end, the `groups` that had a row;
 - *group*: from the first to the last chunk in which a slice decoded a prompt group: `start`, `end`, `iterations`, and
-  `alive`, the slice's rows when the group was through.
+  `alive`, the slice's rows at the end. A group that is decoded during two training steps has a record for each.
 
 Suffix letters: S slices.
 """

@@ -106,7 +106,8 @@ class Session:
 
     def elapsed(self, numbers: Iterable[int]) -> np.ndarray:
         """Response tokens of running requests, as of the last look."""
-        rows = [int(np.flatnonzero(self.owner_B == n)[0]) for n in numbers]
+        row_of = {int(n): b for b, n in enumerate(self.owner_B)}
+        rows = [row_of[int(n)] for n in numbers]
         prompts = [len(self.job.requests[self.owner_B[b]].prompt) for b in rows]
         return self.length_B[rows] - np.array(prompts, np.int32)
 
@@ -121,8 +122,8 @@ class Session:
 
     # --- one chunk ----------------------------------------------------------------------------------------------
 
-    def dispatch(self) -> None:
-        """Starts a chunk, and does not wait for it."""
+    def dispatch(self) -> tuple[int, int, int, int]:
+        """Starts a chunk, and does not wait for it; returns its rows, cache slots, K and most iterations."""
         self.refill()
         self.compact()
         drafted = None
@@ -142,6 +143,7 @@ class Session:
             stop_at = 0
         tally, steps = self._chunk(self._k, self._limit, stop_at, self._longest(self.slots, self._k))
         self._flight = _Flight(self._k, drafted, tally, steps)
+        return rows, self.slots, self._k, self._limit
 
     @property
     def ready(self) -> bool:
@@ -382,7 +384,7 @@ class Session:
         draft_seconds = self._time_drafting(known) if self.corpus is not None else 0.0
         for k in sorted(self.config.draft_buckets) if self.corpus is not None else (1,):
             self._iterations(1, k)  # compiles
-            if self.corpus is not None and (rows, self.slots, k) not in costs.costs:
+            if self.job.history is not None and (rows, self.slots, k) not in costs.costs:
                 first = _time(lambda k=k: self._iterations(1, k), repeats=1)
                 n = int(np.clip(TIMED_SECONDS / first, 1, self.config.chunk))
                 seconds = _time(lambda k=k, n=n: self._iterations(n, k)) / n

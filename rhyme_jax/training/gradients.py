@@ -14,7 +14,8 @@ from rhyme_jax.training.batches import Graded, StepRollouts, graded
 class GradientStream:
     """Adds up the gradients of a step, group by group.
 
-    Groups are taken in the order in which they were finished, so that a repeated run adds them up alike.
+    Groups are taken in the order in which they were finished, those of an earlier step first, whenever their grades
+    come: so a repeated run adds them up alike.
 
     Args:
       state: what the step's gradients are taken at.
@@ -43,16 +44,18 @@ class GradientStream:
     def flow(self, wait: bool = False) -> None:
         """Takes the groups that are graded; with `wait`, all that belong to the step."""
         for source in self.sources:
-            belong = source.flight.deferred if source.flight.step < self.step else None
+            earlier = source.flight.step < self.step
             taken = self.taken[source.flight.step]
             for group, (numbers, rewards) in source.grades.items():
-                if group in taken or (belong is not None and group not in belong):
+                if group in taken or (earlier and group not in source.flight.deferred):
                     continue
                 if not wait and not rewards.done():
-                    break
+                    return
                 source.reward_N[numbers] = rewards.result()
                 taken.add(group)
                 self._add(self.batch(graded(source, [group]), self.step))
+            if earlier and taken != source.flight.deferred:
+                return
 
     def finish(self, rows: int) -> Accumulated:
         """The sums over the whole batch of so many rows, which are as large as the parameters: they are handed over."""

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import io
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import ml_collections
@@ -92,10 +93,7 @@ class Trainer:
                 f"rollout.max_new_tokens={s.rollout.max_new_tokens}: with a prompt of {longest} tokens it exceeds "
                 f"the model's {self.model.max_positions} positions"
             )
-        self.sampler = Sampler(
-            s, slices, self.model, self.tokenizer.eos_ids, longest, say=console.line, describe=self._describe
-        )
-        self.graders = Graders(s.grading.workers, s.grading.timeout)
+        self.sampler = Sampler(s, slices, self.model, self.tokenizer.eos_ids, longest, say=console.line)
         self.under_way: list[StepRollouts] = []  # not learned from, or not all of it: the oldest first
 
         costs = None if s.draft.costs == "measured" else read_costs("draft.costs", s.draft.costs)
@@ -103,10 +101,19 @@ class Trainer:
         # Last, so that refused input leaves nothing behind.
         self.workdir = Workdir(workdir, writes=distributed.is_primary())
         self.workdir.prepare(config)
+        try:
+            self._open(loaded.params, costs)
+        except BaseException:
+            self.workdir.release()
+            raise
+
+    def _open(self, initial_params: dict, costs: CostTable | None) -> None:
+        """Takes up the run where its workdir has it."""
+        s = self.settings
         distributed.check_shared("--workdir", self.workdir.config)
         self.checkpoints = Checkpoints(self.workdir.checkpoints, s.checkpoint.keep)
         self.progress = Progress()
-        self.state = self._start(loaded.params)
+        self.state = self._start(initial_params)
         if self.progress.costs:
             costs = CostTable.from_json(self.progress.costs)
         elif costs is None and distributed.from_primary(self.workdir.cost_table.exists()):
@@ -116,10 +123,11 @@ class Trainer:
             self.sampler.share_costs(costs)
         self.reference = None
         if s.grpo.kl_coef > 0:
-            self.reference = self.learner.place_params(loaded.params)
+            self.reference = self.learner.place_params(initial_params)
         self.metrics = self.workdir.step_file(self.workdir.metrics, self.progress.steps)
         self.timeline = self.workdir.step_file(self.workdir.timeline, self.progress.steps)
         self.started = time.monotonic() - self.progress.seconds
+        self.graders = Graders(s.grading.workers, s.grading.timeout)
 
     def run(self) -> dict:
         """Trains to the last step; returns what it writes to result.json."""
@@ -147,11 +155,13 @@ class Trainer:
         return result
 
     def close(self) -> None:
-        self.graders.close()
-        self.metrics.close()
-        self.timeline.close()
-        self.checkpoints.close()
-        self.workdir.release()
+        try:
+            self.graders.close()
+            self.metrics.close()
+            self.timeline.close()
+            self.checkpoints.close()
+        finally:
+            self.workdir.release()
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -189,7 +199,8 @@ class Trainer:
                 metrics |= self._evaluate()
         metrics |= {f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()}
         metrics["seconds/step"] = sum(watch.seconds.values())
-        metrics["seconds/rollout_tokens_per_s"] = batch.rollouts.generated / watch.seconds["rollout"]
+        decoded = sum(c.tokens for c in batch.rollouts.chunks)
+        metrics["seconds/rollout_tokens_per_s"] = decoded / watch.seconds["rollout"]
         self.metrics.write(metrics)
         return metrics
 
@@ -234,7 +245,7 @@ class Trainer:
         """Plans a step; its rollouts are then under way."""
         epoch, visit = self.stream.progress, self.stream.epoch
         prompts, requests, history, forecast = self.plan(step)
-        flight = self.sampler.plan(step, requests, history, forecast, self._goes_on(step))
+        flight = self.sampler.plan(step, requests, history, forecast, _namer(prompts), self._goes_on(step))
         begun = StepRollouts(prompts, flight, epoch, ends_epoch=self.stream.epoch > visit)
         self.under_way.append(begun)
         return begun
@@ -295,6 +306,7 @@ class Trainer:
             s.pipeline.runs_ahead,
             gradients,
         )
+        distributed.check_same(f"learner/loss of step {self.progress.steps + 1}", metrics["loss"])
         advantage_GC = batch.advantage.reshape(-1, s.rollout.samples_per_prompt)
         return {
             **metrics,
@@ -364,7 +376,8 @@ class Trainer:
                     response = flight.job.rows.response(n)
                     grades.append((len(response), self.grade(self.eval_prompts[n].problem, [response])))
 
-            self.sampler.roll_out_apart(dispatcher, self.progress.steps, requests, each)
+            name_of = _namer(self.eval_prompts)
+            self.sampler.roll_out_apart(dispatcher, self.progress.steps, requests, name_of, each)
             together = distributed.gather([(length, *rewards.result()) for length, rewards in grades])
             results = np.array([r for results in together for r in results])
             metrics[f"eval/accuracy_{name}"] = float(np.nan_to_num(results[:, 1]).mean())
@@ -436,10 +449,10 @@ class Trainer:
             arrays = {"history": self.history.to_arrays(), "lengths": self.lengths.to_arrays()}
             self.checkpoints.save(done, self.state, arrays, dataclasses.asdict(self.progress))
 
-    def _describe(self, flight: Flight, group: int) -> str:
-        """What an error calls a prompt."""
-        prompts = next((w.prompts for w in self.under_way if w.flight is flight), self.eval_prompts)
-        return f"{prompts[group].problem.question[:60]!r}"
+
+def _namer(prompts: list[Prompt]) -> Callable[[int], str]:
+    """What an error calls each of them."""
+    return lambda group: f"{prompts[group].problem.question[:60]!r}"
 
 
 def _eval_text(metrics: dict) -> str:

@@ -66,7 +66,6 @@ class Sampler:
     Args:
       longest_prompt: tokens of the longest prompt there is.
       say: called with lines for the user.
-      describe: what an error calls a group of a flight.
     """
 
     def __init__(
@@ -77,19 +76,23 @@ class Sampler:
         eos_ids: tuple[int, ...],
         longest_prompt: int,
         say: Callable[[str], None],
-        describe: Callable[[Flight, int], str],
     ):
         self.settings, self.slices, self.model, self.say = settings, slices, model, say
 
         def dispatcher(sampling: SamplingParams, **options) -> Dispatcher:
             config = settings.engine(sampling, eos_ids, longest_prompt)
             engines = [RolloutEngine(model, config, mesh, settings.seed) for mesh in slices.meshes]
-            return Dispatcher(engines, slices.first, describe=describe, **options)
+            return Dispatcher(engines, slices.first, **options)
 
         pipe = settings.pipeline
         defer = pipe.defer if pipe.runs_ahead else 0.0
-        self.sampled = dispatcher(settings.rollout.sampling(), migrate=pipe.migrates, defer=defer)
-        self.greedy = dispatcher(GREEDY)
+        self.sampled = dispatcher(
+            settings.rollout.sampling(),
+            migrate=pipe.migrates,
+            defer=defer,
+            ordered=pipe.runs_ahead or pipe.migrates or not slices.colocated,
+        )
+        self.greedy = dispatcher(GREEDY, ordered=False)
         self.mix: Mix | None = None  # of drafts in the last step: what the planner expects
         self.siblings_share = 0.0  # of the last step's tokens that siblings drafted
 
@@ -193,13 +196,20 @@ class Sampler:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def plan(
-        self, step: int, requests: Sequence[Request], history: HistoryBlock, forecast: Forecast, goes_on: bool
+        self,
+        step: int,
+        requests: Sequence[Request],
+        history: HistoryBlock,
+        forecast: Forecast,
+        describe: Callable[[int], str],
+        goes_on: bool,
     ) -> Flight:
         """Lays a step's rollouts out over the slices, ready for `sampled.launch`.
 
         Args:
           requests: group by group.
           forecast: of the responses to each prompt.
+          describe: what an error calls a group.
           goes_on: whether slices may go on to the next step while others still do this one.
         """
         s = self.settings
@@ -218,7 +228,7 @@ class Sampler:
             busy_S = self.sampled.busy_seconds
             mode = "cross_step" if goes_on else "balanced"  # where all is waited for, none may lag
         plan = make_plan(work, self.slices.total, cost, mode, s.pipeline.layout, step, busy_S)
-        return Flight(step, job, plan, forecast)
+        return Flight(step, job, plan, forecast, describe)
 
     def _cost(self, shapes: Shapes) -> SliceCost:
         """What the planner goes by: measured costs, and drafts that yield what those of the last step did."""
@@ -261,18 +271,20 @@ class Sampler:
           known_N: a value of each rollout, of which this process knows those of its own; the others are filled in.
 
         Returns:
-          What the slices of all processes did since this was last asked.
+          What the slices of all processes did since this was last asked, slice by slice.
         """
         spans = [dataclasses.replace(s, start=s.start - since, end=s.end - since) for s in self.sampled.take_spans()]
         here, rows = np.flatnonzero(flight.here_N), flight.job.rows
         of_rows = {name: rows.by_field[name][here] for name in FIELDS}
-        together = distributed.gather((here, of_rows, flight.version_N[here], known_N[here], spans))
-        if len(together) == 1:
-            return spans
-        for numbers, of_rows, versions, known, _ in together:
-            rows.put(numbers, of_rows, finished=True)
-            flight.version_N[numbers], known_N[numbers] = versions, known
-        return sorted((s for *_, spans in together for s in spans), key=lambda s: s.end)
+        mine = (here, of_rows, flight.version_N[here], known_N[here], flight.migrations, spans)
+        together = distributed.gather(mine)
+        if len(together) > 1:
+            for numbers, of_rows, versions, known, *_ in together:
+                rows.put(numbers, of_rows, finished=True)
+                flight.version_N[numbers], known_N[numbers] = versions, known
+            flight.migrations = sum(migrations for *_, migrations, _ in together)
+        # In an order that no clock has a say in.
+        return sorted((s for *_, spans in together for s in spans), key=lambda s: s.slice)
 
     # --- evaluation and the closing comparison ------------------------------------------------------------------
 
@@ -281,6 +293,7 @@ class Sampler:
         dispatcher: Dispatcher,
         step: int,
         requests: Sequence[Request],
+        describe: Callable[[int], str],
         each: Callable[[Flight, list[int]], None],
     ) -> None:
         """Decodes groups of one, of which nothing is foretold, in equal shares: no part of the step."""
@@ -289,7 +302,7 @@ class Sampler:
             work = Work(ones, ones, ones.astype(int), samples=1)
             plan = make_plan(work, self.slices.total, SliceCost(np.array([0.0, 1.0])), "sync")
             job = dispatcher.slices[0].engine.job(requests, None, self.slices.total)
-            flight = Flight(step, job, plan)
+            flight = Flight(step, job, plan, describe=describe)
             dispatcher.launch(flight)
             dispatcher.run(flight, each=each)
             dispatcher.take_spans()
@@ -332,7 +345,7 @@ class Sampler:
     def _repeat(self, flight: Flight, history: HistoryBlock | None) -> tuple[Rollouts, float]:
         """This process's rollouts of a flight, made again, and the seconds that took."""
         job = self.engine.job(flight.job.requests, history, self.slices.total, self.settings.pipeline.migrates)
-        again = Flight(flight.step, job, flight.plan, flight.forecast)
+        again = Flight(flight.step, job, flight.plan, flight.forecast, flight.describe)
         start = time.monotonic()
         self.sampled.launch(again)
         self.sampled.run(again)

@@ -214,6 +214,10 @@ class Pipeline:
     def __post_init__(self):
         one_of("pipeline.mode", self.mode, MODES)
         one_of("pipeline.layout", self.layout, LAYOUTS)
+        if self.runs_ahead and self.slices == 1:
+            raise InputError("pipeline.slices=1: pipeline.mode='cross_step' needs 2 or more")
+        if self.mode == "sync" and self.layout not in ("best", "equal"):
+            raise InputError(f"pipeline.layout={self.layout!r}: pipeline.mode='sync' knows equal shares only")
         at_least("pipeline", self, 1, "slices")
         at_least("pipeline", self, 0, "learner_devices", "tensor")
         if not 0 <= self.defer <= 0.5:

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import time
 
 import jax
 import numpy as np
@@ -81,12 +80,12 @@ def lopsided(shares) -> Plan:
     return Plan("by hand", numbers, np.zeros(SLICES), {})
 
 
-def flown(plan: Plan, migrate=False, force=False, **options):
+def flown(plan: Plan, migrate=False, force=False):
     """(the rollouts, the dispatcher, the flight) of a plan that was carried out."""
-    dispatcher = Dispatcher(engines(), migrate=migrate, force=force, **options)
+    dispatcher = Dispatcher(engines(), migrate=migrate, force=force, ordered=migrate)
     dispatcher.cost, dispatcher.weights = COST, weights()
     job = engines()[0].job(ASKED, None, SLICES, migrate)
-    flight = Flight(0, job, plan, forecast())
+    flight = Flight(0, job, plan, forecast(), lambda group: f"prompt {group}")
     dispatcher.launch(flight)
     dispatcher.run(flight)
     spans = dispatcher.spans
@@ -140,17 +139,23 @@ def test_a_running_rollout_moves_with_what_it_has(monkeypatch):
     assert_same(have, reference(), ASKED, CONFIG.sampling)
 
 
+def slow_slices(monkeypatch):
+    """One slice's chunks and then another's are seen late."""
+    for slow in (0, 2):
+        late: dict[int, int] = {}
+
+        def ready(self, slow=slow, late=late):
+            late[id(self)] = late.get(id(self), 0) + 1
+            return self.programs is not engines()[slow].programs or late[id(self)] % 20 == 0
+
+        monkeypatch.setattr("rhyme_jax.histospec.session.Session.ready", property(ready))
+        yield slow
+
+
 def test_decisions_do_not_depend_on_the_clock(monkeypatch):
     """The same chunks on the same slices, whichever of them is slow today."""
     plan, logs = lopsided([40, 0, 16, 8]), []
-    for slow in (0, 2):
-
-        def ready(self, slow=slow):
-            if self.programs is engines()[slow].programs:
-                time.sleep(0.003)
-            return True
-
-        monkeypatch.setattr("rhyme_jax.histospec.session.Session.ready", property(ready))
+    for _ in slow_slices(monkeypatch):
         _, dispatcher, _ = flown(plan, migrate=True)
         logs.append([(s.slice, s.groups, s.alive, s.chunk) for s in dispatcher.spans])
     assert logs[0] == logs[1]
@@ -209,6 +214,16 @@ def test_slices_run_ahead_by_one_step_and_no_further():
         np.testing.assert_array_equal(rollouts.tokens_NS, reference().tokens_NS)  # here all policies are equal
 
 
+def test_who_runs_ahead_does_not_depend_on_the_clock(monkeypatch):
+    """Also where nothing moves and nothing is deferred."""
+    versions = []
+    for _ in slow_slices(monkeypatch):
+        relay = Relay([lopsided([16, 16, 16, 16])] * 3)
+        list(relay.run())
+        versions.append([f.version_N.tolist() for f in relay.flights])
+    assert versions[0] == versions[1]
+
+
 def test_outliers_wait_for_the_next_step_once():
     relay = Relay([lopsided([16, 16, 16, 16])] * 3, defer=0.2, outgrown=range(GROUPS))
     deferred = []
@@ -237,9 +252,8 @@ def test_a_failing_slice_names_its_prompts(monkeypatch):
 
     monkeypatch.setattr(engines()[2].programs, "chunk", fails)
     with pytest.raises(RunError) as error:
-        flown(planned("sync"), describe=lambda flight, group: f"prompt {group} of step {flight.step}")
-    prompts = "prompt 4 of step 0, prompt 5 of step 0"
-    want = f"step 1: slice 2 failed while it decoded {prompts}: RESOURCE_EXHAUSTED: out of memory"
+        flown(planned("sync"))
+    want = "step 1: slice 2 failed while it decoded prompt 4, prompt 5: RESOURCE_EXHAUSTED: out of memory"
     assert str(error.value) == want
 
 

@@ -293,3 +293,9 @@ def test_a_timeout_needs_a_process_to_end():
     assert refusal({"grading.workers": 0, "grading.timeout": 3.0}) == (
         "grading.timeout=3.0: needs grading.workers of at least 1"
     )
+
+
+def test_a_layout_that_would_do_nothing_is_refused():
+    assert refusal({"pipeline.mode": "sync", "pipeline.layout": "paper"}) == (
+        "pipeline.layout='paper': pipeline.mode='sync' knows equal shares only"
+    )
