@@ -89,7 +89,7 @@ CASES = {
     "words in a tuple": (["--config.draft.buckets=('a',)"], "draft.buckets"),
     "not a boolean": (["--config.optimizer.remat=maybe"], "remat"),
     "missing config file": (["--config=configs/nothing.py"], "configs/nothing.py: no such file"),
-    "unknown variant": (["--config=configs/math_grpo.py:huge"], "no variant 'huge'; there are tiny, smollm2, smoke"),
+    "unknown variant": (["--config=configs/math_grpo.py:huge"], "no variant 'huge'; there are tiny, smollm2, long_"),
     "negative steps": (["--config.steps=-1"], "steps=-1: must be at least 1"),
     "negative seed": (["--config.seed=-1"], "seed=-1"),
     "zero temperature": (["--config.rollout.temperature=0"], "temperature=0.0: training needs a temperature above 0"),
@@ -141,7 +141,19 @@ CASES = {
     "batch that does not divide": (["--config.optimizer.micro_batches=3"], "must be divisible by"),
     "batch that does not divide over the mesh": (
         ["--config.mesh.data=8", "--config.optimizer.micro_batches=4"],
-        "optimizer.micro_batches * mesh.data * mesh.fsdp = 4 * 8",
+        "optimizer.micro_batches=4; these must be divisible by mesh.data * mesh.fsdp = 8",
+    ),
+    "slices that do not divide the devices": (
+        ["--config.pipeline.slices=3"],
+        "pipeline.slices=3: must divide the 8 devices that roll out",
+    ),
+    "a slice that runs ahead of none": (
+        ["--config.pipeline.mode=cross_step"],
+        "pipeline.slices=1: pipeline.mode='cross_step' needs 2 or more",
+    ),
+    "no such process": (
+        ["--distributed.coordinator=localhost:1", "--distributed.num_processes=2", "--distributed.process_id=2"],
+        "distributed.process_id=2",
     ),
     "more devices than there are": (["--config.mesh.data=16"], "needs 16 devices, there are 8"),
     "mesh that does not divide the model": (["--config.mesh.tensor=8"], "mesh.tensor=8"),
