@@ -11,7 +11,7 @@ smollm2         SmolLM2-135M-Instruct on GSM8K-format problems (`--config.task.p
                 steps of so small a model teach it nothing measurable.
 long_tail       `tiny` on four slices, with responses of 8 to 80 tokens: what `pipeline.mode` does to waiting slices.
                 Hardware: 2 CPU cores as four devices (XLA_FLAGS=--xla_force_host_platform_device_count=4).
-                Time: about 3 minutes.  Expected: `pipeline/bubble_iterations` under half of what
+                Time: about 3 minutes.  Expected: `pipeline/bubble_iterations` a third of what
                 `--config.pipeline.mode=sync` has, once the prompts were seen.
 smoke           a few steps of `tiny` for continuous integration.
                 Hardware: 2 CPU cores.  Time: under 60 s.  Expected: runs to the end; nothing is learned.
