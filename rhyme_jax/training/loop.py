@@ -172,9 +172,9 @@ class Trainer:
             self._weights()
         with watch("plan"):
             current = self._of_step(step)
-            if current is None:
+            begins = current is None
+            if begins:
                 current = self._begin(step)
-                self.sampler.sampled.launch(current.flight)
         before = self._of_step(step - 1)
         gradients = None
         if not self.sampler.slices.colocated:
@@ -182,6 +182,8 @@ class Trainer:
             gradients = GradientStream(self.learner, self.state, self.reference, self.batch, step, sources)
         began = self._seconds()
         with watch("rollout"):
+            if begins:
+                self.sampler.sampled.launch(current.flight)
             self._roll_out(current, before, gradients)
         bubbles = functools.partial(timeline.bubble_ratios, start=began, end=self._seconds())
         if step == s.steps - 1:

@@ -29,8 +29,8 @@ def test_a_hundred_thousand_tokens(params, monkeypatch):
     """Every temperature, filter, source, window, set of buckets, with and without refill, under both kinds of noise:
     see `exactness.campaign`. A near tie of the two fastest tokens, below 1e-5, may go either way.
     """
-    # Compilation is what takes long: five of the thirteen samplings, with each temperature and filter among them.
-    monkeypatch.setattr(exactness, "SAMPLINGS", exactness.SAMPLINGS[::3])
+    # Compilation is what takes long: four of the thirteen samplings, each temperature and each filter once.
+    monkeypatch.setattr(exactness, "SAMPLINGS", tuple(exactness.SAMPLINGS[i] for i in (0, 5, 10, 12)))
     lines = []
     report = exactness.campaign(
         params,

@@ -76,7 +76,8 @@ def files(tmp_path_factory) -> dict[str, pathlib.Path]:
     return made
 
 
-# name -> (arguments, what the line must say). {x} stands for a path of `files`.
+# name -> (arguments, what the line must say). {x} stands for a path of `files`. Each is a process; fields out of their
+# range are in `test_settings`, but for a few.
 CASES = {
     "unknown key": (["--config.rollout.max_row=3"], "rollout.max_row: no such field; did you mean rollout.max_rows"),
     "flags without =": (["--config", "configs/math_grpo.py:smoke", "--config.bogus=1"], "config.bogus: no such field"),
@@ -91,25 +92,13 @@ CASES = {
     "missing config file": (["--config=configs/nothing.py"], "configs/nothing.py: no such file"),
     "unknown variant": (["--config=configs/math_grpo.py:huge"], "no variant 'huge'; there are tiny, smollm2, long_"),
     "negative steps": (["--config.steps=-1"], "steps=-1: must be at least 1"),
-    "negative seed": (["--config.seed=-1"], "seed=-1"),
     "zero temperature": (["--config.rollout.temperature=0"], "temperature=0.0: training needs a temperature above 0"),
-    "negative temperature": (["--config.rollout.temperature=-1"], "temperature=-1.0"),
-    "top_p of zero": (["--config.rollout.top_p=0"], "rollout.top_p=0.0: must lie in (0, 1]"),
-    "negative top_k": (["--config.rollout.top_k=-3"], "rollout.top_k=-3"),
     "buckets without 1": (["--config.draft.buckets=(8,)"], "draft.buckets=(8,)"),
     "unknown vote weight": (["--config.draft.weight=votes"], "draft.weight='votes': must be one of preset, reward"),
-    "unknown preset": (["--config.draft.preset=vllm"], "draft.preset='vllm': must be one of paper, released, rhyme"),
-    "unknown source": (["--config.draft.sources=history+web"], "draft.sources='history+web': no source 'web'"),
-    "unknown window": (["--config.draft.window=wide"], "draft.window='wide': must be one of preset, marginal"),
     "missing cost table": (["--config.draft.costs={missing}"], "draft.costs="),
     "broken cost table": (["--config.draft.costs={bad_json}"], "bad.jsonl: not readable as JSON"),
     "not a cost table": (["--config.draft.costs={other_json}"], "not a cost table"),
-    "unknown noise": (["--config.rollout.noise=pink"], "rollout.noise='pink': must be one of fresh, coupled"),
-    "negative refresh": (["--config.noise.refresh_epochs=-2"], "noise.refresh_epochs=-2: must be at least 0"),
-    "no budget": (["--config.rollout.max_new_tokens=0"], "max_new_tokens=0: must be at least 1"),
-    "group of one": (["--config.rollout.samples_per_prompt=1"], "a group of one has no advantage"),
     "more prompts than the task has": (["--config.rollout.prompts_per_step=9"], "must not exceed task.train_size=8"),
-    "negative size": (["--config.task.train_size=-8"], "task.train_size=-8"),
     "no difficulties": (["--config.task.difficulties=()"], "task.difficulties=()"),
     "too few problems of a kind": (
         ["--config.task.difficulties=(1,)", "--config.task.train_size=100000"],
@@ -133,11 +122,7 @@ CASES = {
     "truncated weights": (["--config.init.weights={truncated}"], "model.safetensors"),
     "broken GGUF": (["--config.init.weights={gguf}"], "broken.gguf"),
     "not a GGUF": (["--config.init.weights={not_gguf}"], "text.gguf"),
-    "unknown dtype": (["--config.model.dtype=float8"], "model.dtype='float8': must be one of float32, bfloat16"),
-    "unknown loss": (["--config.grpo.aggregate=mean"], "grpo.aggregate='mean': must be one of sequence, token"),
-    "negative clip": (["--config.grpo.clip_low=-0.1"], "grpo.clip_low=-0.1"),
     "learning rate of zero": (["--config.optimizer.learning_rate=0"], "optimizer.learning_rate=0.0: must be positive"),
-    "unknown schedule": (["--config.optimizer.schedule=step"], "optimizer.schedule='step'"),
     "batch that does not divide": (["--config.optimizer.micro_batches=3"], "must be divisible by"),
     "batch that does not divide over the mesh": (
         ["--config.mesh.data=8", "--config.optimizer.micro_batches=4"],

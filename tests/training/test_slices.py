@@ -51,7 +51,7 @@ def assert_same_run(workdir, alone):
 
 PIPELINES = {
     "sync": ({"mode": "sync", "slices": 2}, 2),
-    "balanced": ({"mode": "balanced", "slices": 4}, 8),
+    "balanced": ({"mode": "balanced", "slices": 4}, 4),
     "a learner of its own": ({"mode": "balanced", "slices": 2, "learner_devices": 2}, 4),
 }
 
