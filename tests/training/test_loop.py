@@ -287,20 +287,22 @@ def test_eight_devices_make_the_same_run(whole, tmp_path):
     config = small_config()
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 2, 2, 2
     t = trainer(config, tmp_path, jax.devices())
-    t.run()
+    for _ in range(3):  # into the second epoch
+        t.step()
     t.close()
     assert len(t.state.params["embed"].sharding.device_set) == 8
     ours, theirs = samples(tmp_path), samples(whole[1])
-    assert ours == theirs  # same tokens, rewards, accepted drafts
-    for a, b in zip(read_metrics(tmp_path / "metrics.jsonl"), read_metrics(whole[1] / "metrics.jsonl"), strict=True):
+    assert list(ours.values()) == list(theirs.values())[:3]  # same tokens, rewards, accepted drafts
+    for a, b in zip(
+        read_metrics(tmp_path / "metrics.jsonl"), read_metrics(whole[1] / "metrics.jsonl")[1:4], strict=True
+    ):
         for name in ("learner/loss", "learner/entropy", "learner/grad_norm"):
-            if name in a:
-                assert a[name] == pytest.approx(b[name], abs=1e-5)
+            assert a[name] == pytest.approx(b[name], abs=1e-5)
 
 
 def test_kl_penalty_and_several_updates_per_batch(tmp_path, capsys):
     config = small_config(samples_per_prompt=4)
-    config.steps = 2
+    config.steps, config.draft.buckets = 2, (1,)
     config.grpo.kl_coef = 0.1
     config.grpo.updates_per_batch = 2
     config.model.param_dtype = config.model.dtype = "bfloat16"
@@ -316,6 +318,7 @@ def test_kl_penalty_and_several_updates_per_batch(tmp_path, capsys):
 def test_resumed_with_fewer_steps_it_still_has_a_result(tmp_path):
     config = small_config(samples_per_prompt=4)
     config.steps, config.checkpoint.every, config.eval.every = 3, 2, 3
+    config.draft.buckets = (1,)
     first = trainer(config, tmp_path)
 
     first.sampler.compare_with_plain = crash  # in the last step, after the checkpoint of step 2
