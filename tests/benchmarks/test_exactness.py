@@ -26,11 +26,11 @@ def params():
 
 
 def test_a_hundred_thousand_tokens(params, monkeypatch):
-    """Every temperature, filter, source, window, set of buckets, with and without refill, under both kinds of noise:
+    """Temperatures, filters, sources, windows, sets of buckets, with and without refill, under both kinds of noise:
     see `exactness.campaign`. A near tie of the two fastest tokens, below 1e-5, may go either way.
     """
-    # Compilation is what takes long: four of the thirteen samplings, each temperature and each filter once.
-    monkeypatch.setattr(exactness, "SAMPLINGS", tuple(exactness.SAMPLINGS[i] for i in (0, 5, 10, 12)))
+    # Compilation is what takes long: three of the thirteen samplings, each temperature above 0 and each filter once.
+    monkeypatch.setattr(exactness, "SAMPLINGS", tuple(exactness.SAMPLINGS[i] for i in (0, 5, 10)))
     lines = []
     report = exactness.campaign(
         params,
