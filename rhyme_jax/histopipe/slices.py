@@ -26,11 +26,6 @@ class Slices:
     total: int  # slices of all processes
     colocated: bool
 
-    @property
-    def numbers(self) -> range:
-        """This process's slices."""
-        return range(self.first, self.first + len(self.meshes))
-
     def place(self, params: dict, model: DecoderConfig) -> tuple[dict, ...]:
         """Weights on each of this process's slices, from those of `Learner.rollout_params` (cast, on the learner's
         mesh or the part of it that is this process's).

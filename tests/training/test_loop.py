@@ -54,6 +54,19 @@ def trainer(config, workdir, devices=None) -> Trainer:
     return Trainer(config, str(workdir), Silent(), jax.devices()[:1] if devices is None else devices)
 
 
+def run_until(t: Trainer, step: int) -> None:
+    """A run that is killed in the middle of a step."""
+    update = t._update
+
+    def crash_in_step(*args):
+        return crash() if t.progress.steps == step - 1 else update(*args)
+
+    t._update = crash_in_step
+    with pytest.raises(Crash):
+        t.run()
+    t.close()
+
+
 def without_times(metrics: list[dict]) -> list[dict]:
     return [{k: v for k, v in m.items() if not k.startswith("seconds/")} for m in metrics]
 
@@ -226,18 +239,7 @@ def test_the_policy_moves(whole):
 def resumed(tmp_path_factory):
     """The same run, killed in the middle of its fifth step (third epoch) and started again."""
     workdir = tmp_path_factory.mktemp("resumed")
-    first = trainer(small_config(), workdir)
-    update = first._update
-
-    def crash_in_step_5(*args):
-        if first.progress.steps == 4:
-            raise Crash
-        return update(*args)
-
-    first._update = crash_in_step_5
-    with pytest.raises(Crash):
-        first.run()
-    first.close()
+    run_until(trainer(small_config(), workdir), step=5)
     assert [m["step"] for m in read_metrics(workdir / "metrics.jsonl")] == [0, 1, 2, 3, 4]
     with (workdir / "metrics.jsonl").open("a") as f:
         f.write('{"step": 5, "torn')  # and a line that was being written

@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from test_loop import samples, small_config, trainer, without_times
+from test_loop import run_until, samples, small_config, trainer, without_times
 
 from rhyme_jax.errors import InputError, RunError
 from rhyme_jax.training.loop import train
@@ -138,18 +138,7 @@ def test_stale_rollouts_carry_the_log_probs_of_their_own_policy(ahead):
 
 
 def test_resume_is_exact_when_slices_run_ahead(ahead, tmp_path):
-    first = trainer(ahead_config(), tmp_path, jax.devices()[:2])
-    update = first._update
-
-    def crash(*args):
-        if first.progress.steps == 6:
-            raise KeyboardInterrupt
-        return update(*args)
-
-    first._update = crash
-    with pytest.raises(KeyboardInterrupt):
-        first.run()
-    first.close()
+    run_until(trainer(ahead_config(), tmp_path, jax.devices()[:2]), step=7)
     second = trainer(ahead_config(), tmp_path, jax.devices()[:2])
     assert second.progress.steps == 4
     second.run()
