@@ -21,7 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from rhyme_jax.errors import InputError, one_line
-from rhyme_jax.models import hf_format
+from rhyme_jax.models import hf_config, hf_names, hf_weights
 from rhyme_jax.models.config import DecoderConfig
 from rhyme_jax.models.tokenizer import Tokenizer
 
@@ -67,7 +67,7 @@ def load_gguf(
       cache_dir: default $RHYME_JAX_CACHE, or else ~/.cache/rhyme_jax.
 
     Returns:
-      (config, parameters as of `hf_format.load_params`, tokenizer)
+      (config, parameters as of `hf_weights.load_params`, tokenizer)
 
     Raises:
       InputError: the file is missing, damaged, or of a kind that is not supported; or the cache cannot be written.
@@ -83,8 +83,8 @@ def load_gguf(
         raise InputError(f"{path}: cannot be read ({e.strerror})") from e
 
     def read():
-        config = hf_format.read_config(target, dtype, param_dtype)
-        return config, hf_format.load_params(target, config), Tokenizer.load(target)
+        config = hf_config.read_config(target, dtype, param_dtype)
+        return config, hf_weights.load_params(target, config), Tokenizer.load(target)
 
     if target.is_dir():
         with contextlib.suppress(InputError):
@@ -112,7 +112,7 @@ def _convert(path: pathlib.Path, target: pathlib.Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = pathlib.Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
-        hf_format.save_tensors(temporary, tensors, config, tokenizer.eos_ids)
+        hf_weights.save_tensors(temporary, tensors, config, tokenizer.eos_ids)
         tokenizer.save(temporary)
         shutil.rmtree(target, ignore_errors=True)  # a damaged one
         try:
@@ -331,7 +331,7 @@ def _config(file: GgufFile) -> DecoderConfig:
 def _hf_tensors(file: GgufFile, config: DecoderConfig) -> dict[str, np.ndarray]:
     """Every weight in float32, with Hugging Face's name and layout."""
     tensors, used = {}, set()
-    for slot in hf_format.slots(config):
+    for slot in hf_names.slots(config):
         *layer, ours = slot.path
         name = f"blk.{layer[1]}.{_NAMES[ours]}" if layer else _NAMES[ours]
         if name not in file.tensors:

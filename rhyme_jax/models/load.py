@@ -7,7 +7,7 @@ import pathlib
 import jax
 
 from rhyme_jax.errors import InputError
-from rhyme_jax.models import hf_format
+from rhyme_jax.models import hf_config, hf_weights
 from rhyme_jax.models.config import DecoderConfig
 from rhyme_jax.models.gguf_format import load_gguf
 from rhyme_jax.models.params import init_params
@@ -55,8 +55,8 @@ def load_model(spec: str, dtype: str = "float32", param_dtype: str = "float32") 
     if path.suffix.lower() == ".gguf":
         config, params, tokenizer = load_gguf(path, dtype, param_dtype)
     else:
-        config = hf_format.read_config(path, dtype, param_dtype)
-        params, tokenizer = hf_format.load_params(path, config), Tokenizer.load(path)
+        config = hf_config.read_config(path, dtype, param_dtype)
+        params, tokenizer = hf_weights.load_params(path, config), Tokenizer.load(path)
     if tokenizer.vocab_size > config.vocab_size:
         raise InputError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {config.vocab_size} rows"

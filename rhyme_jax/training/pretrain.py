@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from rhyme_jax.errors import InputError
-from rhyme_jax.models import hf_format
+from rhyme_jax.models import hf_weights
 from rhyme_jax.models.config import DecoderConfig
 from rhyme_jax.models.params import count_params, init_params
 from rhyme_jax.models.scoring import score_responses
@@ -128,7 +128,7 @@ def make_model(config, directory: str, console: Console) -> None:
     model = DecoderConfig(vocab_size=tokenizer.vocab_size, max_positions=256, **config.model.to_dict())
     console.line(f"pretraining {count_params(model):,} parameters for {config.steps} steps")
     params = pretrain(config, model, tokenizer, console.line)
-    hf_format.save_params(out, jax.device_get(params), model, eos_ids=tokenizer.eos_ids)
+    hf_weights.save_params(out, jax.device_get(params), model, eos_ids=tokenizer.eos_ids)
     tokenizer.save(out)
     console.line(f"workdir: {out}")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rhyme_jax.errors import InputError
-from rhyme_jax.models import gguf_format, hf_format
+from rhyme_jax.models import gguf_format, hf_config, hf_names, hf_weights
 from rhyme_jax.models.config import DecoderConfig
 from rhyme_jax.models.gguf_format import load_gguf
 from rhyme_jax.models.params import abstract_params
@@ -117,7 +117,7 @@ def write_gguf(path, config, params, kind=gguf.GGMLQuantizationType.F32, pre="sm
     for method, *arguments in fields:
         getattr(writer, method)(*arguments)
     expected = {}
-    for slot in hf_format.slots(config):
+    for slot in hf_names.slots(config):
         value = params
         for key in slot.path:
             value = value[key]
@@ -166,10 +166,10 @@ def test_equals_the_hugging_face_route(name, tmp_path, cache):
     config = CONFIGS[name]
     params = random_params(config)
     write_gguf(tmp_path / "m.gguf", config, params)
-    hf_format.save_params(tmp_path / "hf", params, config)
+    hf_weights.save_params(tmp_path / "hf", params, config)
     got_config, got, tokenizer = load_gguf(tmp_path / "m.gguf", cache_dir=cache)
-    assert got_config == config == hf_format.read_config(tmp_path / "hf")
-    jax.tree.map(np.testing.assert_array_equal, got, hf_format.load_params(tmp_path / "hf", config))
+    assert got_config == config == hf_config.read_config(tmp_path / "hf")
+    jax.tree.map(np.testing.assert_array_equal, got, hf_weights.load_params(tmp_path / "hf", config))
     assert tokenizer.vocab_size == config.vocab_size
 
 
