@@ -1,34 +1,47 @@
 """GGUF files (llama.cpp's format) in: weights of any quantisation that the `gguf` package can undo, and tokenizer.
 
-A file is converted once to a Hugging Face directory in a cache, and read from there like any other. The header is
-walked here rather than by `gguf.GGUFReader`, which believes every count it reads: an array said to have 2**60
-elements keeps it busy for ever.
+A file is converted once to a Hugging Face directory in a cache, and read from there like any other.
 """
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import math
 import os
 import pathlib
 import shutil
-import struct
 import tempfile
+from collections.abc import Iterator
 
 import numpy as np
-import tokenizers
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from rhyme_jax.errors import InputError, one_line
+from rhyme_jax.errors import InputError
 from rhyme_jax.models import hf_config, hf_names, hf_weights
-from rhyme_jax.models.config import DecoderConfig
+from rhyme_jax.models.config import DecoderConfig, RopeScaling
+from rhyme_jax.models.gguf_header import GgufFile, read_header
+from rhyme_jax.models.gguf_tokenizer import build_tokenizer
 from rhyme_jax.models.tokenizer import Tokenizer
 
-CACHE_FORMAT = 1  # part of a converted model's name: raise it when the conversion changes
+CACHE_FORMAT = 2  # part of a converted model's name: raise it when the conversion changes
 
-# Architecture -> whether the rows of q and k stand as interleaved rotary pairs (see `_uninterleave`).
-_ARCHITECTURES = {"llama": True, "qwen2": False}
+
+@dataclasses.dataclass(frozen=True)
+class _Architecture:
+    """What a value of `general.architecture` implies."""
+
+    interleaved: bool  # the rows of q and k stand as rotary pairs (2j, 2j + 1); see `_apart`
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    nope_interval: int = 0  # every so many layers, one does not rotate queries and keys; 0: all do
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture(interleaved=True),  # Mistral's files as well, and most others of that shape
+    "qwen2": _Architecture(interleaved=False, qkv_bias=True),
+    "qwen3": _Architecture(interleaved=False, qk_norm=True),
+    "smollm3": _Architecture(interleaved=True, nope_interval=4),
+}
 
 # Our name -> GGUF's. GGUF has Hugging Face's layout, [out, in], row-major.
 _NAMES = {
@@ -43,36 +56,53 @@ _NAMES = {
     "q_bias": "attn_q.bias",
     "k_bias": "attn_k.bias",
     "v_bias": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
     "mlp_norm": "ffn_norm.weight",
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
     "down": "ffn_down.weight",
 }
-
-# What ends a turn or a text in these families. A file names one eos id, but a chat model may emit any of them.
-END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
+_ROPE_FACTORS = "rope_freqs.weight"
 
 
 def load_gguf(
     path, dtype: str = "float32", param_dtype: str = "float32", cache_dir=None
 ) -> tuple[DecoderConfig, dict, Tokenizer]:
-    """A model from a GGUF file of architecture llama or qwen2.
-
-    The first call writes the dequantised float32 weights (4 bytes a parameter) under `cache_dir`, keyed by the
-    file's contents; later calls read those, in any dtype. A damaged cache entry is made anew.
+    """A model from a GGUF file, in host memory: `convert`, and then what any Hugging Face directory goes through.
 
     Args:
-      path: the .gguf file.
+      path, cache_dir: see `convert`.
       dtype, param_dtype: see `DecoderConfig`.
-      cache_dir: default $RHYME_JAX_CACHE, or else ~/.cache/rhyme_jax.
 
     Returns:
       (config, parameters as of `hf_weights.load_params`, tokenizer)
 
     Raises:
-      InputError: the file is missing, damaged, or of a kind that is not supported; or the cache cannot be written.
+      InputError: as `convert`.
     """
     DecoderConfig(1, 1, 1, 1, 1, 2, 1, dtype=dtype, param_dtype=param_dtype)  # refuses a dtype before any work
+    folder = convert(path, cache_dir)
+    config = hf_config.read_config(folder, dtype, param_dtype)
+    return config, hf_weights.load_params(folder, config), Tokenizer.load(folder)
+
+
+def convert(path, cache_dir=None) -> pathlib.Path:
+    """The Hugging Face directory of a GGUF file of architecture llama (Llama, Mistral), qwen2, qwen3 or smollm3.
+
+    The first call makes it under `cache_dir`, keyed by the file's contents, and later calls find it there. Float32,
+    float16 and bfloat16 tensors keep their dtype; quantised ones become float32 (4 bytes a parameter), which alone
+    holds their values exactly. The conversion needs memory for one tensor, not for the model: for SmolLM2-135M, whose
+    embedding has 113 MB in float32, some 155 MB. A damaged entry is made anew. Processes that want the same file wait
+    for the one that converts it.
+
+    Args:
+      path: the .gguf file.
+      cache_dir: default $RHYME_JAX_CACHE, or else ~/.cache/rhyme_jax.
+
+    Raises:
+      InputError: the file is missing, damaged, or of a kind that is not supported; or the cache cannot be written.
+    """
     path = pathlib.Path(path)
     if not path.is_file():  # nor a pipe, which would never end
         raise InputError(f"{path}: does not exist, or is not a file")
@@ -81,16 +111,25 @@ def load_gguf(
         target = cache_dir / f"gguf-{CACHE_FORMAT}-{_fingerprint(path)}"
     except OSError as e:
         raise InputError(f"{path}: cannot be read ({e.strerror})") from e
+    if _is_whole(target):
+        return target
+    with _lock(cache_dir) as locked:
+        if _is_whole(target):  # another process has made it meanwhile
+            return target
+        if locked:  # then nobody is at work on what a killed conversion left
+            for rest in cache_dir.glob(f"{target.name}.*"):
+                shutil.rmtree(rest, ignore_errors=True)
+        _write(path, target)
+    return target
 
-    def read():
-        config = hf_config.read_config(target, dtype, param_dtype)
-        return config, hf_weights.load_params(target, config), Tokenizer.load(target)
 
-    if target.is_dir():
-        with contextlib.suppress(InputError):
-            return read()
-    _convert(path, target)
-    return read()
+def _is_whole(folder: pathlib.Path) -> bool:
+    try:
+        hf_weights.open_params(folder, hf_config.read_config(folder))
+        Tokenizer.load(folder)
+    except InputError:
+        return False
+    return True
 
 
 def _fingerprint(path: pathlib.Path) -> str:
@@ -99,7 +138,36 @@ def _fingerprint(path: pathlib.Path) -> str:
         return f"{f.tell()}-{digest.hexdigest()}"
 
 
-def _convert(path: pathlib.Path, target: pathlib.Path) -> None:
+@contextlib.contextmanager
+def _lock(folder: pathlib.Path) -> Iterator[bool]:
+    """Makes the folder and keeps other processes that convert out of it; False where its file system has no locks.
+
+    The folder itself is locked, so that no lock files lie about. Without a lock two processes may do the same work,
+    but `_write` keeps what the first one made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as e:
+        raise _unusable(folder, e) from e
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(handle)
+
+
+def _unusable(folder: pathlib.Path, e: OSError) -> InputError:
+    return InputError(
+        f"{folder}: cannot keep converted weights ({e.strerror}); set RHYME_JAX_CACHE to a usable directory"
+    )
+
+
+def _write(path: pathlib.Path, target: pathlib.Path) -> None:
     """Writes the Hugging Face directory `target`, whole or not at all, whoever else is doing the same."""
     file = read_header(path)
     config = _config(file)
@@ -107,7 +175,8 @@ def _convert(path: pathlib.Path, target: pathlib.Path) -> None:
     if tokenizer.vocab_size > config.vocab_size:
         rows = config.vocab_size
         raise InputError(f"{path}: has {tokenizer.vocab_size} tokens, but token_embd.weight has {rows} rows")
-    tensors = _hf_tensors(file, config)
+    sources = _sources(file, config)
+    tensors = ((hf_name, file.values(name, order)) for hf_name, name, order in sources)
     temporary = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -121,160 +190,10 @@ def _convert(path: pathlib.Path, target: pathlib.Path) -> None:
             if not target.is_dir():  # else another process was first, with the same contents
                 raise
     except OSError as e:
-        raise InputError(
-            f"{target.parent}: cannot keep converted weights ({e.strerror}); set RHYME_JAX_CACHE to a usable directory"
-        ) from e
+        raise _unusable(target.parent, e) from e
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-# --- header ---------------------------------------------------------------------------------------------------
-
-_MAGIC, _VERSIONS, _MAX_DIMS = b"GGUF", (2, 3), 4
-_STRING, _ARRAY = 8, 9
-# Type number -> numpy dtype.
-_SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor's bytes lie. `shape` is in numpy's order, slowest axis first."""
-
-    shape: tuple[int, ...]
-    kind: GGMLQuantizationType
-    start: int  # byte offset in the file
-    size: int  # bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class GgufFile:
-    """A GGUF file with its header read; every offset has been found to lie inside the file."""
-
-    source: str
-    data: np.ndarray  # uint8, all of the file, mapped
-    metadata: dict  # scalars as Python values, arrays as numpy arrays or lists of str
-    tensors: dict[str, TensorInfo]
-
-    def dequantized(self, name: str) -> np.ndarray:
-        """A tensor's values in float32."""
-        info = self.tensors[name]
-        raw = self.data[info.start : info.start + info.size].reshape(*info.shape[:-1], -1)
-        try:
-            value = dequantize(raw, info.kind)
-        except NotImplementedError as e:
-            raise InputError(f"{self.source}: weight {name} has type {info.kind.name}, which is not supported") from e
-        if not np.isfinite(value).all():
-            raise InputError(f"{self.source}: weight {name} holds values that are not finite; the file is damaged")
-        return value
-
-
-class _Cursor:
-    """Reads the header front to back and refuses to leave the file."""
-
-    def __init__(self, data: np.ndarray, source: str):
-        self.data, self.source, self.at = memoryview(data), source, 0
-
-    def take(self, size: int) -> memoryview:
-        if size > len(self.data) - self.at:
-            raise InputError(f"{self.source}: is truncated or damaged: its header runs past the end of the file")
-        self.at += size
-        return self.data[self.at - size : self.at]
-
-    def number(self, fmt: str) -> int:
-        return struct.unpack(fmt, self.take(struct.calcsize(fmt)))[0]
-
-    def string(self) -> str:
-        try:
-            return str(self.take(self.number("<Q")), "utf-8")
-        except UnicodeDecodeError as e:
-            raise InputError(f"{self.source}: is damaged: its header has text that is not UTF-8") from e
-
-    def value(self, kind: int):
-        if kind == _STRING:
-            return self.string()
-        if kind == _ARRAY:
-            return self.array(self.number("<I"), self.number("<Q"))
-        return self.array(kind, 1)[0].item()
-
-    def array(self, kind: int, count: int):
-        if kind == _STRING:
-            return [self.string() for _ in range(self.bounded(count, 8))]
-        if kind not in _SCALARS:  # nor an array of arrays, which no key that we read has
-            raise InputError(f"{self.source}: is damaged: its header has a value of unknown type {kind}")
-        dtype = np.dtype(_SCALARS[kind])
-        return np.frombuffer(self.take(count * dtype.itemsize), dtype)
-
-    def bounded(self, count: int, least: int) -> int:
-        """`count` things of at least `least` bytes each, if what is left of the file can hold them."""
-        if count * least > len(self.data) - self.at:
-            raise InputError(f"{self.source}: is truncated or damaged: its header counts more than the file holds")
-        return count
-
-
-def read_header(path: pathlib.Path) -> GgufFile:
-    """Metadata and tensor offsets of a GGUF file, version 2 or 3, little-endian.
-
-    Raises:
-      InputError: it is not such a file, or anything in it points outside it.
-    """
-    source = str(path)
-    try:
-        if path.stat().st_size < 24:
-            raise InputError(f"{source}: is not a GGUF file ({path.stat().st_size} bytes)")
-        data = np.memmap(path, np.uint8, "r")
-    except OSError as e:
-        raise InputError(f"{source}: cannot be read ({e.strerror})") from e
-    cursor = _Cursor(data, source)
-    magic = bytes(cursor.take(4))
-    if magic != _MAGIC:
-        raise InputError(f"{source}: is not a GGUF file (begins with {magic!r}, expected {_MAGIC!r})")
-    version = cursor.number("<I")
-    if version not in _VERSIONS:
-        raise InputError(f"{source}: has GGUF version {version}; supported: 2, 3 (little-endian)")
-    tensor_count, key_count = cursor.number("<Q"), cursor.number("<Q")
-    metadata = {}
-    for _ in range(cursor.bounded(key_count, 13)):
-        key = cursor.string()
-        if key in metadata:
-            raise InputError(f"{source}: is damaged: key {key[:200]!r} comes twice")
-        metadata[key] = cursor.value(cursor.number("<I"))
-    raw = [_tensor_info(cursor) for _ in range(cursor.bounded(tensor_count, 24))]
-    alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise InputError(f"{source}: general.alignment={repr(alignment)[:80]}: must be a positive integer")
-    base = -(-cursor.at // alignment) * alignment
-    tensors = {}
-    for name, info in raw:
-        start = base + info.start
-        if name in tensors:
-            raise InputError(f"{source}: is damaged: weight {name[:200]!r} comes twice")
-        if start + info.size > len(data):
-            raise InputError(
-                f"{source}: is truncated: weight {name[:200]} ends at byte {start + info.size} of {len(data)}"
-            )
-        tensors[name] = dataclasses.replace(info, start=start)
-    return GgufFile(source, data, metadata, tensors)
-
-
-def _tensor_info(cursor: _Cursor) -> tuple[str, TensorInfo]:
-    """A tensor's name and place; `start` is still relative to the data section."""
-    name, dims = cursor.string(), cursor.number("<I")
-    if not 1 <= dims <= _MAX_DIMS:
-        raise InputError(f"{cursor.source}: is damaged: weight {name[:200]!r} has {dims} dimensions")
-    shape = tuple(int(n) for n in reversed(cursor.array(10, dims)))
-    kind, start = cursor.number("<I"), cursor.number("<Q")
-    try:
-        kind = GGMLQuantizationType(kind)
-    except ValueError as e:
-        raise InputError(f"{cursor.source}: weight {name[:200]!r} has unknown type {kind}") from e
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    if min(shape) < 1 or shape[-1] % block:
-        raise InputError(f"{cursor.source}: is damaged: weight {name[:200]!r} has shape {shape} and type {kind.name}")
-    return name, TensorInfo(shape, kind, start, math.prod(shape) // block * block_bytes)
-
-
-# --- weights --------------------------------------------------------------------------------------------------
 
 
 def _config(file: GgufFile) -> DecoderConfig:
@@ -296,41 +215,91 @@ def _config(file: GgufFile) -> DecoderConfig:
         return get(key, int, default)
 
     def decimal(key: str, default: float | None = None) -> float:
-        return float(str(np.float32(get(key, int | float, default))))  # 1e-05, which was stored as 9.9999997e-06
+        return _shortest(get(key, int | float, default))
 
-    width, heads = whole("embedding_length"), whole("attention.head_count")
+    def only(key: str, *supported):
+        value = meta.get(key, supported[0])
+        if isinstance(value, np.ndarray | list) or value not in supported:
+            raise InputError(
+                f"{source}: {key}={repr(value)[:80]} is not supported; supported: {', '.join(map(repr, supported))}"
+            )
+        return value
+
+    parts = meta.get("split.count", 0)
+    if not isinstance(parts, int) or parts > 1:
+        shown = repr(parts)[:80]
+        raise InputError(f"{source}: split.count={shown}: is one part of a model; join them: llama-gguf-split --merge")
+    only(f"{arch}.expert_count", 0)
+    only(f"{arch}.attention.sliding_window", 0)
+    width, heads, layers = whole("embedding_length"), whole("attention.head_count"), whole("block_count")
     head_dim = whole("attention.key_length", width // heads)
     for key, want in (("rope.dimension_count", head_dim), ("attention.value_length", head_dim)):
         if whole(key, want) != want:
             raise InputError(f"{source}: {arch}.{key}={whole(key)}: only {want}, the width of a head, is supported")
-    for key, unused in (("rope.scaling.type", "none"), ("expert_count", 0), ("attention.sliding_window", 0)):
-        if meta.get(f"{arch}.{key}", unused) != unused:
-            shown = repr(meta[f"{arch}.{key}"])[:80]
-            raise InputError(f"{source}: {arch}.{key}={shown} is not supported; supported: {unused!r}")
-    if "rope_freqs.weight" in file.tensors:
-        raise InputError(f"{source}: rope_freqs.weight (Llama 3's scaling of rotary positions) is not supported")
+    theta = decimal("rope.freq_base", 10_000.0)
+    scaling = _llama3_scaling(file, head_dim, theta)
+    if only(f"{arch}.rope.scaling.type", "none", "linear") == "linear" and decimal("rope.scaling.factor", 1.0) != 1.0:
+        if scaling is not None:
+            raise InputError(f"{source}: {arch}.rope.scaling.type='linear' beside {_ROPE_FACTORS} is not supported")
+        scaling = RopeScaling("linear", decimal("rope.scaling.factor"))
     if "token_embd.weight" not in file.tensors:
         raise InputError(f"{source}: weight token_embd.weight is missing")
+    implied = _ARCHITECTURES[arch]
+    if layers > len(file.tensors):  # before anything is made for each layer
+        raise InputError(f"{source}: {arch}.block_count={layers}: the file has only {len(file.tensors)} weights")
     return DecoderConfig(
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         width=width,
-        layers=whole("block_count"),
+        layers=layers,
         q_heads=heads,
         kv_heads=whole("attention.head_count_kv", heads),
         head_dim=head_dim,
         mlp_width=whole("feed_forward_length"),
-        rope_theta=decimal("rope.freq_base", 10_000.0),
+        rope_theta=theta,
         norm_eps=decimal("attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in file.tensors,
-        qkv_bias=arch == "qwen2",
+        qkv_bias=implied.qkv_bias,
+        qk_norm=implied.qk_norm,
         max_positions=whole("context_length"),
         family=arch,
+        rope_scaling=scaling,
+        rope_layers=tuple((i + 1) % n != 0 for i in range(layers)) if (n := implied.nope_interval) else (),
     )
 
 
-def _hf_tensors(file: GgufFile, config: DecoderConfig) -> dict[str, np.ndarray]:
-    """Every weight in float32, with Hugging Face's name and layout."""
-    tensors, used = {}, set()
+def _shortest(value: float) -> float:
+    """The shortest decimal of a float32: 1e-05, which was stored as 9.9999997e-06."""
+    return float(str(np.float32(value)))
+
+
+def _llama3_scaling(file: GgufFile, head_dim: int, theta: float) -> RopeScaling | None:
+    """The scaling that the tensor of rotary factors was made from; None where there is none.
+
+    llama.cpp's converter (LlamaModel.generate_extra_tensors in convert_hf_to_gguf.py) turns the `llama3` parameters
+    of Llama 3.1, 3.2 and 3.3 into one divisor for each frequency. These models differ only in `factor`, the largest
+    divisor; whether the others are what they all have is checked.
+    """
+    if _ROPE_FACTORS not in file.tensors:
+        return None
+    if file.tensors[_ROPE_FACTORS].shape == (head_dim // 2,):
+        found_h = file.values(_ROPE_FACTORS).astype(np.float64)
+        if (found_h == 1).all():
+            return None
+        if (found_h > 0).all():
+            scaling = RopeScaling("llama3", _shortest(found_h.max()))
+            turns_h = scaling.original_positions * theta ** -(np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+            smooth_h = (turns_h - scaling.low_freq) / (scaling.high_freq - scaling.low_freq)
+            kept_h = np.clip(smooth_h, 0, 1)  # the share of a frequency that is not divided
+            if np.allclose(found_h, 1 / ((1 - kept_h) / scaling.factor + kept_h), rtol=1e-5, atol=0):
+                return scaling
+    raise InputError(
+        f"{file.source}: {_ROPE_FACTORS} does not hold the rotary factors of Llama 3.1 to 3.3; others are not supported"
+    )
+
+
+def _sources(file: GgufFile, config: DecoderConfig) -> list[tuple[str, str, np.ndarray | None]]:
+    """(Hugging Face's name, GGUF's name, order of its rows as of `GgufFile.values`) of every weight."""
+    sources, used = [], {_ROPE_FACTORS}
     for slot in hf_names.slots(config):
         *layer, ours = slot.path
         name = f"blk.{layer[1]}.{_NAMES[ours]}" if layer else _NAMES[ours]
@@ -339,113 +308,16 @@ def _hf_tensors(file: GgufFile, config: DecoderConfig) -> dict[str, np.ndarray]:
         if file.tensors[name].shape != slot.hf_shape:
             shape = file.tensors[name].shape
             raise InputError(f"{file.source}: weight {name} has shape {shape}, expected {slot.hf_shape}")
+        file.check_kind(name)
         used.add(name)
-        value = file.dequantized(name)
-        if ours in ("q", "k") and _ARCHITECTURES[config.family]:
-            value = _uninterleave(value, config.head_dim)
-        tensors[slot.hf_name] = value
+        interleaved = ours in ("q", "k") and _ARCHITECTURES[config.family].interleaved
+        sources.append((slot.hf_name, name, _apart(slot.hf_shape[0], config.head_dim) if interleaved else None))
     for name in file.tensors:
         if name not in used:
             raise InputError(f"{file.source}: unexpected weight {name[:200]}")
-    return tensors
+    return sources
 
 
-def _uninterleave(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """From rotary pairs (2j, 2j + 1), as llama.cpp turns them, to (j, j + head_dim / 2); [heads * head_dim, D]."""
-    pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-# --- tokenizer ------------------------------------------------------------------------------------------------
-
-_CONTROL, _USER_DEFINED = 3, 4  # of llama.cpp's token types, those that are matched whole in the text
-
-
-def _split(digits: str) -> pre_tokenizers.PreTokenizer:
-    """The published pattern of Llama 3 and Qwen2, which differ in how many digits go together."""
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-def _digits_apart() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pre:
-    """What a value of `tokenizer.ggml.pre` stands for, after the models' published tokenizer.json."""
-
-    split: pre_tokenizers.PreTokenizer
-    normalizer: normalizers.Normalizer | None = None
-    ignore_merges: bool = False  # a word of the vocabulary is taken whole, without merging its bytes
-
-
-_PRE = {
-    "smollm": _Pre(_digits_apart()),
-    "llama-bpe": _Pre(_split(r"\p{N}{1,3}"), ignore_merges=True),
-    "qwen2": _Pre(_split(r"\p{N}"), normalizers.NFC()),
-}
-
-
-def build_tokenizer(metadata: dict, source: str) -> Tokenizer:
-    """The byte-level BPE tokenizer that a GGUF file's metadata describes.
-
-    Its end-of-sequence set is the file's eos id and those of `END_TOKENS` that are control tokens here.
-
-    Raises:
-      InputError: it is of another kind, or its parts do not fit together.
-    """
-
-    def get(key: str, want: type, default=None):
-        value = metadata.get(f"tokenizer.{key}", default)
-        if not isinstance(value, want) or isinstance(value, bool):
-            shown = "missing" if value is None else repr(value)[:80]
-            raise InputError(f"{source}: tokenizer.{key}={shown}: must be of type {want.__name__}")
-        return value
-
-    for key, supported in (("ggml.model", ("gpt2",)), ("ggml.pre", tuple(_PRE))):
-        value = metadata.get(f"tokenizer.{key}")
-        if value not in supported:
-            raise InputError(
-                f"{source}: tokenizer.{key}={repr(value)[:80]} is not supported; supported: {', '.join(supported)}"
-            )
-    tokens, merges = get("ggml.tokens", list), get("ggml.merges", list)
-    types = get("ggml.token_type", np.ndarray)
-    vocab = {token: i for i, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    if len(vocab) < len(tokens) or len(types) != len(tokens) or any(len(pair) != 2 for pair in pairs):
-        raise InputError(f"{source}: is damaged: its tokens, token types and merges do not fit together")
-    pre = _PRE[metadata["tokenizer.ggml.pre"]]
-    try:
-        backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre.ignore_merges))
-    except Exception as e:  # the library raises bare Exception
-        raise InputError(f"{source}: is damaged: its merges make no tokenizer ({one_line(e)})") from e
-    backend.pre_tokenizer = pre.split
-    backend.decoder = decoders.ByteLevel()
-    if pre.normalizer is not None:
-        backend.normalizer = pre.normalizer
-    control = [token for token, kind in zip(tokens, types) if kind == _CONTROL]
-    backend.add_special_tokens([tokenizers.AddedToken(t, normalized=False, special=True) for t in control])
-    whole = [token for token, kind in zip(tokens, types) if kind == _USER_DEFINED]
-    backend.add_tokens([tokenizers.AddedToken(t, normalized=False, special=False) for t in whole])
-
-    eos = get("ggml.eos_token_id", int)
-    ends = (vocab[token] for token in END_TOKENS if token in control)
-    eos_ids = tuple(dict.fromkeys((eos, *ends)))
-    pad = get("ggml.padding_token_id", int, eos)
-    bos = get("ggml.bos_token_id", int) if "tokenizer.ggml.bos_token_id" in metadata else None
-    for key, i in (("eos", eos), ("padding", pad), ("bos", eos if bos is None else bos)):
-        if not 0 <= i < len(tokens):
-            raise InputError(f"{source}: tokenizer.ggml.{key}_token_id={i}: there are {len(tokens)} tokens")
-    template = get("chat_template", str) if "tokenizer.chat_template" in metadata else None
-    return Tokenizer(backend, eos_ids, pad, bos, template)
+def _apart(rows: int, head_dim: int) -> np.ndarray:
+    """Row order from rotary pairs (2j, 2j + 1), as llama.cpp turns them, to (j, j + head_dim / 2)."""
+    return np.arange(rows).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)

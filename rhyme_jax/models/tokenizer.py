@@ -1,21 +1,34 @@
 """Text to token ids and back, with the end-of-sequence set and the chat template that belong to a model.
 
-The work is done by Hugging Face `tokenizers`; this class adds what a rollout needs to know. A directory holds
-`tokenizer.json` (the tokenizer) and `tokenizer_config.json` (special tokens, chat template), as transformers
-writes them.
+The work is done by Hugging Face `tokenizers`; this module adds what transformers' fast tokenizers
+(`PreTrainedTokenizerFast`) do around it, from the files that they write: `tokenizer.json` (the tokenizer),
+`tokenizer_config.json` and `special_tokens_map.json` (special tokens), `chat_template.jinja`, `generation_config.json`
+(where generation stops).
 """
 
 import dataclasses
+import datetime
+import functools
 import json
 import pathlib
+from collections.abc import Mapping
 
 import jinja2
 import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from rhyme_jax.errors import InputError, one_line
-from rhyme_jax.files import read_json
+from rhyme_jax.files import read_json, write_json
+
+# Beyond any prompt, so that a template can neither fill the memory nor loop for ever.
+MAX_CHAT = 2**22  # characters
+MAX_RANGE = 2**20
+
+# The special tokens that have a name of their own in tokenizer_config.json, and in templates.
+_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +38,11 @@ class Tokenizer:
     backend: tokenizers.Tokenizer
     eos_ids: tuple[int, ...]  # generation stops after any of these
     pad_id: int  # fills unused positions; never read: masks come from lengths
-    bos_id: int | None = None  # only for chat templates that write it (Llama 3)
+    bos_id: int | None = None
     chat_template: str | None = None  # jinja2 source; None for a plain language model
+    # What templates call `eos_token` and so on; those of the ids above where it is None.
+    special_tokens: Mapping[str, str] | None = None
+    clean_up: bool = False  # whether decoding takes out blanks before punctuation, as tokenizers of words need
 
     @property
     def vocab_size(self) -> int:
@@ -36,81 +52,129 @@ class Tokenizer:
         """Token ids of `text`. Nothing is added: the special tokens of a chat are already in the template."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids, skip_special_tokens: bool = True) -> str:
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text that a model without a chat template is to go on with.
 
-    def render_chat(self, user: str, system: str | None = None) -> str:
+        These are transformers' `tokenizer(text).input_ids`, with the beginning-of-sequence token that the model was
+        trained with, but without an end-of-sequence token: a prompt must not end the text.
+        """
+        ids = self.backend.encode(text).ids
+        return ids[: len(ids) - self._added_at_the_end]
+
+    def encode_chat(
+        self, user: str, system: str | None = None, today: datetime.date | None = None, **variables
+    ) -> list[int]:
+        """The prompt's token ids: `render_chat`, encoded as the model expects it."""
+        text = self.render_chat(user, system, today, **variables)
+        return self.encode_prompt(text) if self.chat_template is None else self.encode(text)
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        text = self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        return _cleaned_up(text) if self.clean_up else text
+
+    def render_chat(self, user: str, system: str | None = None, today: datetime.date | None = None, **variables) -> str:
         """The prompt text that asks `user` of a chat model; the text itself where there is no template.
 
-        The template comes from a file, so it runs in jinja2's sandbox.
+        The template comes from a file, so it runs in jinja2's sandbox, may write MAX_CHAT characters, and may count up
+        to MAX_RANGE, in all of its loops together.
+
+        Args:
+          today: the date for templates that write it (Llama 3.2's); None: that of the clock, so that a prompt changes
+            from day to day.
+          variables: what else the template reads, like Qwen3's `enable_thinking`.
+
+        Raises:
+          InputError: the template is malformed, refuses the messages, fails, or writes too much.
         """
         if self.chat_template is None:
             return user if system is None else f"{system}\n{user}"
         messages = [{"role": "user", "content": user}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
-
-        def raise_exception(message):
-            raise InputError(f"chat template: {message}")
-
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        env.globals["raise_exception"] = raise_exception
-        special = {"eos_token": self._token(self.eos_ids[0]), "bos_token": self._token(self.bos_id)}
+        given = {**self._named_tokens, "tools": None, "documents": None, "range": _Range()}
+        given |= {"strftime_now": (today or datetime.datetime.now()).strftime, **variables}
+        about = "chat template" if system is None else f"chat template, with the system prompt {system[:60]!r}"
+        parts, size = [], 0
         try:
-            return env.from_string(self.chat_template).render(messages=messages, add_generation_prompt=True, **special)
-        except jinja2.TemplateError as e:
-            raise InputError(f"chat template: {one_line(e)}") from e
+            template = _compiled(self.chat_template)
+            for part in template.generate(messages=messages, add_generation_prompt=True, **given):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_CHAT:
+                    raise InputError(f"{about}: writes more than {MAX_CHAT} characters")
+        except jinja2.TemplateSyntaxError as e:
+            raise InputError(f"chat template, line {e.lineno}: {one_line(e)}") from e
+        except InputError:
+            raise
+        except Exception as e:  # a template can do most of what Python does, so it can fail in as many ways
+            raise InputError(f"{about}: {one_line(e)}") from e
+        return "".join(parts)
 
-    def _token(self, token_id: int | None) -> str:
-        return "" if token_id is None else self.backend.id_to_token(token_id)
+    @functools.cached_property
+    def _named_tokens(self) -> Mapping[str, str]:
+        if self.special_tokens is not None:
+            return self.special_tokens
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0], "pad_token": self.pad_id}
+        return {name: self.backend.id_to_token(i) for name, i in ids.items() if i is not None}
+
+    @functools.cached_property
+    def _added_at_the_end(self) -> int:
+        """Tokens that the post-processor puts after a text."""
+        added = self.backend.encode("a").special_tokens_mask
+        return len(added) if all(added) else added[::-1].index(0)
 
     def save(self, directory) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, from which `load` makes the same tokenizer again."""
         directory = pathlib.Path(directory)
         self.backend.save(str(directory / "tokenizer.json"))
         meta = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self._token(self.eos_ids[0]),
-            "bos_token": self._token(self.bos_id) or None,
-            "pad_token": self.backend.id_to_token(self.pad_id),
+            **{"bos_token": None, **self._named_tokens},
+            "clean_up_tokenization_spaces": self.clean_up,
             "rhyme_jax_eos_token_ids": list(self.eos_ids),
         }
         if self.chat_template is not None:
             meta["chat_template"] = self.chat_template
-        text = json.dumps(meta, indent=1, ensure_ascii=False) + "\n"
-        (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        write_json(directory / "tokenizer_config.json", meta)
 
     @classmethod
     def load(cls, directory) -> "Tokenizer":
-        """Reads a directory. The EOS set is, in this order of precedence: the ids this class saved; those of
-        `generation_config.json` or `config.json`; the `eos_token` of `tokenizer_config.json`.
+        """Reads a directory.
+
+        The EOS set is that which this class saved; or else all ids of `generation_config.json` (where it has none, of
+        `config.json`) and the `eos_token` of `tokenizer_config.json`, as vLLM has it: a chat model's turn may end in
+        either. What is put around a prompt is the post-processor's of tokenizer.json; where it has none,
+        `add_bos_token` of tokenizer_config.json says whether a prompt begins with the BOS token.
 
         Raises:
           InputError: a file is missing or unreadable, or no end-of-sequence token is declared.
         """
         directory = pathlib.Path(directory)
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise InputError(f"tokenizer: {path} does not exist")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # the library raises bare Exception on any malformed file
-            raise InputError(f"tokenizer: {path} is not a tokenizer.json ({one_line(e)})") from e
-        meta = _optional_json(directory / "tokenizer_config.json")
-        eos = meta.get("rhyme_jax_eos_token_ids")
-        for name in ("generation_config.json", "config.json"):
-            eos = eos if eos is not None else _optional_json(directory / name).get("eos_token_id")
-        if eos is None:
-            eos = _token_id(backend, meta.get("eos_token"))
-        eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
-        if not eos_ids or not all(type(i) is int and 0 <= i < backend.get_vocab_size() for i in eos_ids):
-            raise InputError(f"tokenizer: {directory} declares no usable end-of-sequence token (eos_token_id={eos})")
-        pad_id = _token_id(backend, meta.get("pad_token"))
-        template = meta.get("chat_template")
-        if not isinstance(template, str):
-            jinja = directory / "chat_template.jinja"
-            template = jinja.read_text(encoding="utf-8") if jinja.is_file() else None
-        bos_id = _token_id(backend, meta.get("bos_token"))
-        return cls(backend, eos_ids, eos_ids[0] if pad_id is None else pad_id, bos_id, template)
+        backend = _read_backend(directory / "tokenizer.json")
+        config = directory / "tokenizer_config.json"
+        meta = _optional_json(config)
+        if "added_tokens_decoder" not in meta:  # files of transformers 4.33 and before, which had the tokens elsewhere
+            meta = {**meta, **_optional_json(directory / "special_tokens_map.json")}
+        _add_tokens(backend, meta, config)
+        named = {name: _content(meta[name]) for name in _NAMED if _content(meta.get(name)) is not None}
+        eos_ids = _eos_ids(directory, backend, meta, named.get("eos_token"))
+        ids = {name: backend.token_to_id(token) for name, token in named.items()}
+        bos_id, pad_id = ids.get("bos_token"), ids.get("pad_token")
+        if backend.post_processor is None and meta.get("add_bos_token") is True and bos_id is not None:
+            bos = named["bos_token"]
+            backend.post_processor = processors.TemplateProcessing(
+                single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, bos_id)]
+            )
+        return cls(
+            backend,
+            eos_ids,
+            eos_ids[0] if pad_id is None else pad_id,
+            bos_id,
+            _chat_template(directory, meta),
+            named,
+            # transformers 5 leaves it out for BPE, of which it would take real blanks.
+            meta.get("clean_up_tokenization_spaces") is True and not isinstance(backend.model, models.BPE),
+        )
 
 
 def char_tokenizer(alphabet: str) -> Tokenizer:
@@ -123,12 +187,151 @@ def char_tokenizer(alphabet: str) -> Tokenizer:
     return Tokenizer(backend, eos_ids=(1,), pad_id=0)
 
 
-def _token_id(backend: tokenizers.Tokenizer, token) -> int | None:
-    """The id of a token written as text or as transformers' {"content": text}."""
+# --- files ----------------------------------------------------------------------------------------------------
+
+
+def _read_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise InputError(f"tokenizer: {path} does not exist")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as e:  # the library raises bare Exception on any malformed file
+        raise InputError(f"tokenizer: {path} is not a tokenizer.json ({one_line(e)})") from e
+    backend.no_truncation()  # a file can ask for both, and they would cut and fill prompts
+    backend.no_padding()
+    return backend
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, meta: dict, path: pathlib.Path) -> None:
+    """Adds what tokenizer_config.json declares beyond tokenizer.json, and makes its named tokens special.
+
+    What would get another id than the declared one is left out, and so is a named token that no vocabulary holds: its
+    id would lie beyond the embedding.
+    """
+    known = backend.get_added_tokens_decoder()
+    declared = meta.get("added_tokens_decoder") or {}
+    try:
+        tokens = {int(i): _added_token(fields) for i, fields in declared.items()}
+    except (TypeError, ValueError, AttributeError, KeyError) as e:
+        raise InputError(f"{path}: added_tokens_decoder is malformed ({one_line(e)})") from e
+    for i, token in sorted(tokens.items()):
+        got = backend.token_to_id(token.content)
+        its_own = backend.get_vocab_size() if got is None else got
+        if repr(known.get(i)) != repr(token) and its_own == i:
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    more = [meta.get("additional_special_tokens"), meta.get("extra_special_tokens")]
+    more = [token for tokens in more if isinstance(tokens, list) for token in tokens]
+    for token in map(_content, [*(meta.get(name) for name in _NAMED), *more]):
+        if token is not None and backend.token_to_id(token) is not None:
+            was = known.get(token, tokenizers.AddedToken(token, normalized=False))
+            if not was.special:
+                was.special = True
+                backend.add_special_tokens([was])
+
+
+def _added_token(fields: dict) -> tokenizers.AddedToken:
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return tokenizers.AddedToken(fields["content"], **{flag: fields[flag] for flag in flags if flag in fields})
+
+
+def _eos_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer, meta: dict, eos_token: str | None) -> tuple:
+    eos = meta.get("rhyme_jax_eos_token_ids")
+    if eos is None:
+        for name in ("generation_config.json", "config.json"):
+            eos = eos if eos is not None else _optional_json(directory / name).get("eos_token_id")
+        eos = [] if eos is None else list(eos) if isinstance(eos, list) else [eos]
+        named = None if eos_token is None else backend.token_to_id(eos_token)
+        eos += [] if named is None else [named]
+    usable = isinstance(eos, list) and all(type(i) is int and 0 <= i < backend.get_vocab_size() for i in eos)
+    if not usable or not eos:
+        raise InputError(f"tokenizer: {directory} declares no usable end-of-sequence token (eos_token_id={eos})")
+    return tuple(dict.fromkeys(eos))
+
+
+def _chat_template(directory: pathlib.Path, meta: dict) -> str | None:
+    """The template, from the first of the places where transformers has kept it."""
+    jinja = directory / "chat_template.jinja"
+    if jinja.is_file():
+        try:
+            return jinja.read_text(encoding="utf-8")
+        except (OSError, ValueError) as e:
+            raise InputError(f"{jinja}: not readable as UTF-8 ({one_line(e)})") from e
+    templates = meta.get("chat_template")
+    if templates is None:
+        templates = _optional_json(directory / "chat_template.json").get("chat_template")
+    if isinstance(templates, list):  # of several, by name
+        named = {t.get("name"): t.get("template") for t in templates if isinstance(t, dict)}
+        if not isinstance(named.get("default"), str):
+            raise InputError(f"tokenizer: {directory}: chat_template has no 'default' among {sorted(map(str, named))}")
+        templates = named["default"]
+    if templates is not None and not isinstance(templates, str):
+        raise InputError(f"tokenizer: {directory}: chat_template must be text, got {type(templates).__name__}")
+    return templates
+
+
+def _content(token) -> str | None:
+    """A token written as text or as transformers' {"content": text}."""
     if isinstance(token, dict):
         token = token.get("content")
-    return backend.token_to_id(token) if isinstance(token, str) else None
+    return token if isinstance(token, str) else None
 
 
 def _optional_json(path: pathlib.Path) -> dict:
     return read_json(path) if path.is_file() else {}
+
+
+def _cleaned_up(text: str) -> str:
+    """transformers' `clean_up_tokenization`."""
+    for mark in (".", "?", "!", ","):
+        text = text.replace(f" {mark}", mark)
+    text = text.replace(" ' ", "'")
+    for ending in ("n't", "'m", "'s", "'ve", "'re"):
+        text = text.replace(f" {ending}", ending)
+    return text
+
+
+# --- chat templates -------------------------------------------------------------------------------------------
+
+
+class _Generation(Extension):
+    """The tag `{% generation %}`, which tells transformers what an assistant said; to us it is what it surrounds."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
+
+    def parse(self, parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+def _raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """jinja2's own escapes what HTML does not allow."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Range:
+    """`range` for one rendering. The sandbox bounds each one, but not a range within a range."""
+
+    def __init__(self):
+        self._left = MAX_RANGE
+
+    def __call__(self, *args) -> range:
+        numbers = range(*args)
+        self._left -= len(numbers)
+        if self._left < 0:
+            raise OverflowError(f"loops over more than {MAX_RANGE} numbers")
+        return numbers
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    """As transformers compiles it, so that it says the same."""
+    extensions = [_Generation, "jinja2.ext.loopcontrols"]
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    return env.from_string(source)

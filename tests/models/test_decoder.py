@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import decoder_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from rhyme_jax.errors import InputError
 from rhyme_jax.models import decoder
-from rhyme_jax.models.config import DecoderConfig
+from rhyme_jax.models.config import DecoderConfig, RopeScaling
 from rhyme_jax.models.decoder import forward, init_cache, logits
 from rhyme_jax.models.params import (
     LEARNER_RULES,
@@ -18,6 +19,7 @@ from rhyme_jax.models.params import (
     abstract_params,
     check_params,
     count_params,
+    declare,
     init_params,
     make_mesh,
     param_shardings,
@@ -32,13 +34,37 @@ CONFIGS = {
     "qwen2, one kv head": dataclasses.replace(BASE, qkv_bias=True, kv_heads=1),
     "qwen3, wide heads": dataclasses.replace(BASE, qk_norm=True, head_dim=10, norm_eps=1e-2),
 }
+OPTIONS = {
+    "gemma2's maths": dataclasses.replace(
+        BASE,
+        attn_softcap=0.7,
+        logit_softcap=2.0,
+        window=4,
+        local_layers=(True, False),
+        query_scalar=3,
+        activation="gelu_tanh",
+        embed_scale=True,
+        norm_plus_one=True,
+        post_norms=True,
+    ),
+    "gemma3's rotations": dataclasses.replace(
+        BASE,
+        qk_norm=True,
+        window=3,
+        local_layers=(False, True),
+        rope_theta_local=7.0,
+        rope_scaling=RopeScaling("linear", 8.0),
+    ),
+    "rope in one layer of two": dataclasses.replace(BASE, rope_layers=(True, False)),
+    "llama3's rotation": dataclasses.replace(BASE, rope_scaling=RopeScaling("llama3", 8.0, original_positions=32)),
+}
 B, S = 3, 12
 
 
-def random_params(config):
+def random_params(config, mean=0.3, std=0.4):
     """Random in every entry: norms at one and biases at zero would hide their absence."""
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0.3, 0.4, x.shape), x.dtype), abstract_params(config))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(mean, std, x.shape), x.dtype), abstract_params(config))
 
 
 @pytest.fixture(scope="module")
@@ -66,59 +92,33 @@ step = jax.jit(forward, static_argnums=1)
 # --- against an oracle ----------------------------------------------------------------------------------------
 
 
-def oracle(params, config, tokens_BS):
-    """Logits [B, S, V] in float64: one row, position and head at a time, after the papers."""
-
-    def norm(x, scale):
-        return x / np.sqrt((x**2).mean() + config.norm_eps) * scale
-
-    def rotate(x, position):
-        half = config.head_dim // 2
-        out = np.empty_like(x)
-        for j in range(half):
-            angle = position * config.rope_theta ** (-2 * j / config.head_dim)
-            a, b = x[j], x[j + half]
-            out[j], out[j + half] = a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)
-        return out
-
-    def head(layer, name, x, i):
-        y = x @ layer[name][:, i]
-        return y + layer[f"{name}_bias"][i] if config.qkv_bias else y
-
-    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    out = np.zeros((*tokens_BS.shape, config.vocab_size))
-    for b, tokens in enumerate(tokens_BS):
-        stream = [p["embed"][t] for t in tokens]
-        for i in range(config.layers):
-            layer = p["layers"][str(i)]
-            normed = [norm(x, layer["attn_norm"]) for x in stream]
-            for s in range(len(tokens)):
-                for h in range(config.q_heads):
-                    n = h // (config.q_heads // config.kv_heads)  # neighbours share a key/value head
-                    query = head(layer, "q", normed[s], h)
-                    keys = [head(layer, "k", x, n) for x in normed[: s + 1]]
-                    if config.qk_norm:
-                        query = norm(query, layer["q_norm"])
-                        keys = [norm(k, layer["k_norm"]) for k in keys]
-                    scores = [rotate(query, s) @ rotate(k, t) / np.sqrt(config.head_dim) for t, k in enumerate(keys)]
-                    weights = np.exp(scores - np.max(scores))
-                    mixed = sum(w * head(layer, "v", x, n) for w, x in zip(weights / weights.sum(), normed))
-                    stream[s] = stream[s] + mixed @ layer["o"][h]
-            for s, x in enumerate(stream):
-                x = norm(x, layer["mlp_norm"])
-                gate = x @ layer["gate"]
-                stream[s] = stream[s] + (gate / (1 + np.exp(-gate)) * (x @ layer["up"])) @ layer["down"]
-        table = p["embed"].T if config.tie_embeddings else p["head"]
-        out[b] = [norm(x, p["final_norm"]) @ table for x in stream]
-    return out
-
-
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS | OPTIONS)
 def test_equals_the_oracle(name, tokens_BS):
-    config, params = CONFIGS[name], random_params(CONFIGS[name])
+    config = (CONFIGS | OPTIONS)[name]
+    params = random_params(config) if name in CONFIGS else random_params(config, 0, 0.7)
     got = logits(params, config, uncached(params, config, tokens_BS))
     assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, oracle(params, config, tokens_BS), atol=5e-5, rtol=1e-5)
+    np.testing.assert_allclose(got, decoder_oracle.logits(params, config, tokens_BS), atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "off"),
+    [
+        ("gemma2's maths", {"attn_softcap": 0.0}),
+        ("gemma2's maths", {"query_scalar": 0}),
+        ("gemma2's maths", {"window": 5}),
+        ("gemma3's rotations", {"rope_theta_local": 0.0}),
+        ("gemma3's rotations", {"rope_scaling": None}),
+        ("rope in one layer of two", {"rope_layers": ()}),
+        ("llama3's rotation", {"rope_scaling": RopeScaling("linear", 8.0)}),
+    ],
+)
+def test_the_oracle_tells_each_option(name, off, tokens_BS):
+    """What the decoder is compared at has room to differ: without an option the numbers are others."""
+    config = OPTIONS[name]
+    params, row = random_params(config, 0, 0.7), tokens_BS[:1]  # with a common mean, all tokens are too much alike
+    other = decoder_oracle.logits(params, dataclasses.replace(config, **off), row)
+    assert np.abs(other - decoder_oracle.logits(params, config, row)).max() > 1e-2
 
 
 # --- cache ----------------------------------------------------------------------------------------------------
@@ -202,20 +202,35 @@ def random_arrays(*shapes):
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-@pytest.mark.parametrize(("H", "N"), [(4, 4), (6, 3), (4, 1)])
+@pytest.mark.parametrize(("H", "N", "softcap"), [(4, 4, 0), (6, 3, 0), (4, 1, 0), (6, 3, 1.5)])
 @pytest.mark.parametrize(
     ("K", "starts"),
     [(1, [0, 5, S + 3]), (4, [0, 5, S - 2]), (S, [0, 0, 0])],
     ids=["cached, one token", "cached, across the end", "uncached"],
 )
-def test_accelerators_attend_as_the_cpu_does(K, starts, H, N):
+def test_accelerators_attend_as_the_cpu_does(K, starts, H, N, softcap):
     visible_BKS = np.arange(S) <= positions(starts, K)[:, :, None]
     arrays = random_arrays((B, K, H, 10), (B, N, S, 10), (B, N, S, 10))
     on_cpu, on_accelerator = (
-        values_and_gradients(functools.partial(attend, visible_BKS=visible_BKS), *arrays)
+        values_and_gradients(functools.partial(attend, visible_BKS=visible_BKS, scale=0.4, softcap=softcap), *arrays)
         for attend in (decoder._attend_on_cpu, decoder._attend_on_accelerator)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), on_cpu, on_accelerator)
+
+
+def test_windows_hide_what_has_left_them(tokens_BS):
+    """Two local layers see twice the window, less one: tokens before that change nothing, those within do."""
+    config = dataclasses.replace(BASE, window=4)
+    params = random_params(config)
+    reach = config.layers * (config.window - 1)
+    got = {}
+    for changed in (S - 1 - reach, S - 2 - reach):
+        tokens = tokens_BS.copy()
+        tokens[:, : changed + 1] = (tokens[:, : changed + 1] + 1) % BASE.vocab_size
+        got[changed] = uncached(params, config, tokens)[:, -1]
+    same = uncached(params, config, tokens_BS)[:, -1]
+    np.testing.assert_array_equal(got[S - 2 - reach], same)
+    assert (got[S - 1 - reach] != same).any()
 
 
 @pytest.mark.parametrize("K", [1, 2, decoder.FEW_TOKENS // B, decoder.FEW_TOKENS])
@@ -251,7 +266,7 @@ def test_remat_gives_the_same_gradients(params, tokens_BS):
         hidden, _ = forward(params, BASE, tokens_BS, positions([0] * B, S), remat=remat)
         return jnp.mean(jnp.square(logits(params, BASE, hidden)))
 
-    plain, saved = (jax.jit(jax.grad(loss), static_argnums=1)(params, remat) for remat in (False, True))
+    plain, saved = (jax.jit(jax.grad(loss), static_argnums=1)(params, remat) for remat in ("none", "full"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), plain, saved)
     assert all(jnp.abs(g).max() > 0 for g in jax.tree.leaves(plain))  # every parameter is used
 
@@ -281,6 +296,50 @@ def test_init_is_deterministic_and_by_path():
         np.testing.assert_array_equal(wider["layers"]["1"][name], layers["1"][name])
     np.testing.assert_allclose(wider["layers"]["1"]["o"] * 3**0.5, layers["1"]["o"] * 2**0.5, rtol=1e-6)
     assert not wider["layers"]["0"]["q_bias"].any() and (wider["layers"]["0"]["q_norm"] == 1).all()
+
+
+def test_norms_that_add_one_start_at_zero():
+    layer = declare(OPTIONS["gemma2's maths"])["layers"]["1"]
+    for name in ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm"):
+        assert layer[name].shape == (BASE.width,) and layer[name].scale == 0
+    assert declare(BASE)["layers"]["1"]["attn_norm"].scale is None  # one
+
+
+def test_configs_of_equal_models_are_equal():
+    assert dataclasses.replace(BASE, rope_layers=[1, 1], query_scalar=8, window=3, local_layers=(True, True)) == (
+        dataclasses.replace(BASE, window=3)
+    )
+    assert dataclasses.replace(BASE, window=3, rope_theta_local=100) == dataclasses.replace(BASE, window=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation": "relu"}, r"model.activation='relu': must be one of silu, gelu_tanh"),
+        ({"window": -1}, r"model.window=-1: must be a positive number, or 0"),
+        ({"logit_softcap": float("nan")}, r"model.logit_softcap=nan"),
+        ({"rope_layers": (True,)}, r"model.rope_layers: has 1 entries; must have one for each of 2 layers"),
+        ({"local_layers": (True, False)}, r"model.local_layers=\(True, False\): needs a window, which is 0"),
+        ({"rope_theta_local": 10.0}, r"model.rope_theta_local=10.0: needs a window"),
+    ],
+)
+def test_configs_that_are_refused_at_once(changes, message):
+    with pytest.raises(InputError, match=message) as error:
+        dataclasses.replace(BASE, **changes)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "yarn", "factor": 2.0}, r"rope_scaling.kind='yarn': must be one of linear, llama3"),
+        ({"kind": "linear", "factor": 0.0}, r"rope_scaling.factor=0.0: must be a positive number"),
+        ({"kind": "llama3", "factor": 2.0, "low_freq": 4.0}, r"high_freq=4.0: must be greater than low_freq=4.0"),
+    ],
+)
+def test_rope_scalings_that_are_refused_at_once(fields, message):
+    with pytest.raises(InputError, match=message):
+        RopeScaling(**fields)
 
 
 def test_initial_logits_do_not_grow_with_depth():
@@ -322,7 +381,7 @@ def test_sharded_forward_equals_unsharded(params, tokens_BS):
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (tests/conftest.py makes them on a CPU)")
 def test_an_axis_that_does_not_divide_is_refused():
     with pytest.raises(
-        InputError, match=r"mesh.tensor=8: does not divide the model's kv_heads of 2; use a divisor of 2"
+        InputError, match=r"mesh.tensor=8: does not divide the model's kv_heads of 2; sizes that divide all .*: 1, 2$"
     ) as error:
         param_shardings(BASE, make_mesh(data=1, tensor=8), LEARNER_RULES)
     assert "\n" not in str(error.value)

@@ -6,11 +6,13 @@ import pathlib
 import shutil
 
 import jax
+import numpy as np
 import pytest
 
 from rhyme_jax.errors import InputError
-from rhyme_jax.models import load
-from rhyme_jax.models.load import load_model
+from rhyme_jax.models import hf_config, hf_weights, load
+from rhyme_jax.models.load import load_model, open_model
+from rhyme_jax.models.params import LEARNER_RULES, make_mesh, param_shardings
 from rhyme_jax.models.tokenizer import char_tokenizer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "families"
@@ -44,9 +46,28 @@ def test_a_directory_without_a_tokenizer(weights):
 
 @pytest.mark.parametrize("spec", ["", " ", "no/such/place", "HuggingFaceTB/SmolLM2-135M", "embedded:big", 3, None])
 def test_unknown_names_list_what_is_possible(spec):
-    with pytest.raises(InputError, match=r"'embedded:tiny', 'smollm2', a path to a .gguf file") as error:
+    with pytest.raises(InputError, match=r"'embedded:tiny', 'smollm2', a path to a .gguf file.*'hf:ORG/NAME'") as error:
         load_model(spec)
     assert repr(spec) in str(error.value) and "\n" not in str(error.value)
+    assert ("did you mean 'hf:" in str(error.value)) == (spec == "HuggingFaceTB/SmolLM2-135M")
+
+
+def test_opened_and_then_loaded(weights):
+    char_tokenizer("0123456789+-=?").save(weights)
+    model = open_model(str(weights))
+    assert model.folder == weights and model.source == str(weights)
+    shardings = param_shardings(model.config, make_mesh(1, 4, 2), LEARNER_RULES)
+    placed = model.load(shardings)
+    assert jax.tree.map(lambda x: x.sharding, placed) == shardings
+    jax.tree.map(np.testing.assert_array_equal, placed, load_model(str(weights)).params)
+
+
+def test_damaged_weights_are_refused_when_a_model_is_opened(weights):
+    char_tokenizer("0123456789+-=?").save(weights)
+    file = weights / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"model.safetensors: not a complete safetensors file"):
+        open_model(str(weights))
 
 
 def test_a_missing_gguf_file():
@@ -76,3 +97,15 @@ def test_random_weights_in_the_shape_of_a_model():
     assert model.tokenizer.decode([*model.tokenizer.encode("1+1=?"), 4000]).startswith("1+1=?")
     with pytest.raises(InputError, match=r"init.weights='random:3b': no such shape; there are 15m, 0.5b, 1.5b"):
         load_model("random:3b")
+
+
+def test_random_weights_onto_a_mesh(monkeypatch):
+    monkeypatch.setitem(load.RANDOM, "small", hf_config.read_config(GOLDEN / "llama"))
+    values = hf_weights.load_params(GOLDEN / "llama", load.RANDOM["small"])
+    monkeypatch.setattr(load, "init_params", lambda config, key: values)  # which compiles for each shape
+    model = open_model("random:small")
+    assert model.folder is None and model.source == "random:small"
+    shardings = param_shardings(model.config, make_mesh(1, 4, 2), LEARNER_RULES)
+    placed = model.load(shardings)
+    assert jax.tree.map(lambda x: x.sharding, placed) == shardings
+    jax.tree.map(np.testing.assert_array_equal, placed, values)
