@@ -38,6 +38,7 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     c.task.eval_size = 256  # held-out prompts
     c.task.difficulties = (2, 3, 4, 5, 6)  # arithmetic: operations per problem
     c.task.system_prompt = ""  # chat models: the system message; empty leaves it to the chat template
+    c.task.chat_date = "2024-07-26"  # today, for chat templates that write it: prompts are the same on another day
 
     # --- where weights come from when the workdir has no checkpoint
     c.init = ml_collections.ConfigDict()
@@ -47,6 +48,13 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     c.model = ml_collections.ConfigDict()
     c.model.dtype = "float32"  # activations, KV cache, rollout weights: "float32" | "bfloat16"
     c.model.param_dtype = "float32"  # the learner's weights
+    c.model.head_dtype = "float32"  # the product of hidden states and vocabulary; never less than dtype
+
+    # --- low-rank adapters (LoRA): they learn in place of the weights, and are merged for rollouts and export
+    c.lora = ml_collections.ConfigDict()
+    c.lora.rank = 0  # 0: all weights learn
+    c.lora.alpha = 32.0  # the adapters' product counts alpha / rank
+    c.lora.targets = "q+k+v+o+gate+up+down"  # the matrices that are adapted, joined with +
 
     # --- rollout (histospec)
     c.rollout = ml_collections.ConfigDict()
@@ -83,13 +91,33 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
 
     # --- loss
     c.grpo = ml_collections.ConfigDict()
-    c.grpo.clip_low = 0.2
-    c.grpo.clip_high = 0.2
+    c.grpo.preset = "grpo"  # "grpo" | "dr_grpo" | "dapo" | "gspo" | "rloo" | "reinforce" | "reinforce++" |
+    # "reinforce++_baseline": what fields at "preset" (numbers: -1) are, see docs/losses.md
+    c.grpo.baseline = (
+        "preset"  # of rewards: the mean of the "group" | of its others: "leave_one_out" | of the "batch" |
+        # "none"
+    )
+    c.grpo.normalize_std = "preset"  # divides advantages: deviation of the "group" | of the "batch"'s tokens | "none"
+    c.grpo.ratio = "preset"  # of policies, and its clip: of each "token" | of the whole response: "sequence" (GSPO)
+    c.grpo.clip_low = -1.0  # the ratio counts from 1 - clip_low ...
+    c.grpo.clip_high = -1.0  # ... to 1 + clip_high
+    c.grpo.clip_dual = 0.0  # the ratio of a bad token counts up to this (3 is usual); 0 is off
+    c.grpo.aggregate = "preset"  # mean over a response's tokens, then over responses: "sequence" | over all tokens:
+    # "token" | sums over tokens divided by max_new_tokens, then mean over responses: "constant"
     c.grpo.kl_coef = 0.0  # penalty to the initial weights; 0 keeps no copy of them
-    c.grpo.aggregate = "sequence"  # "sequence" (GRPO) | "token" (DAPO)
-    c.grpo.normalize_std = True  # False: Dr. GRPO's advantages
-    c.grpo.updates_per_batch = 1  # optimizer steps on each batch of rollouts
-    c.grpo.importance_cap = 2.0  # cross_step: largest importance weight of a stale token
+    c.grpo.kl_in = "preset"  # the penalty is a term of the "loss" | token by token in the "reward", by k1
+    c.grpo.kl_estimator = "preset"  # in the loss: "k1" (its mean gradient is 0) | "k2" (reverse KL's) | "k3" (GRPO)
+    c.grpo.entropy_coef = 0.0  # bonus for entropy; 0 is off
+    c.grpo.overlong_buffer = -1  # the last so many tokens of the budget cost up to overlong_factor reward; 0 is off
+    c.grpo.overlong_factor = 1.0
+    c.grpo.mask_truncated = False  # whether responses cut off by the budget are left out of the loss (not of baselines)
+    c.grpo.sampling_rounds = -1  # dynamic sampling: a step rolls out up to so many batches of prompts, until
+    # prompts_per_step groups have rewards that differ, and learns from these; 1 is off
+    c.grpo.updates_per_batch = 1  # passes over each batch of rollouts
+    c.grpo.minibatches = 1  # optimizer steps of a pass, on shuffled parts of the batch
+    c.grpo.behaviour = "rollout"  # ratios and clips are against log-probs of the "rollout" | those "recomputed" by the
+    # learner before the first update | the latter, and tokens weighted by learner / rollout: "corrected"
+    c.grpo.importance_cap = 2.0  # largest importance weight of a token that is stale (cross_step) or corrected
 
     # --- optimizer
     c.optimizer = ml_collections.ConfigDict()
@@ -100,8 +128,9 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     c.optimizer.b2 = 0.95
     c.optimizer.weight_decay = 0.0
     c.optimizer.clip_norm = 1.0  # of the global gradient norm
-    c.optimizer.micro_batches = 4  # pieces of a batch whose gradients are accumulated
-    c.optimizer.remat = False  # recompute activations in the backward pass
+    c.optimizer.micro_batches = 4  # pieces of a (mini-)batch whose gradients are accumulated
+    c.optimizer.remat = "none"  # computed again in the backward pass: "none" | all but matrix products: "dots" | "full"
+    c.optimizer.vocab_block = 8192  # vocabulary entries whose logits exist at a time on a device; 0: all
 
     # --- devices
     c.mesh = ml_collections.ConfigDict()
@@ -156,7 +185,7 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
         c.rollout.max_prompt_tokens, c.rollout.max_new_tokens = 256, 96
         c.draft.buckets = (1, 2, 4, 8)
         c.optimizer.learning_rate, c.optimizer.warmup_updates = 1e-6, 2
-        c.optimizer.remat = True
+        c.optimizer.remat = "full"
         c.eval.every, c.checkpoint.every = 8, 2
         c.checkpoint.keep = 1
     return c

@@ -8,7 +8,6 @@ Suffix letters: N rows of a batch, B of a micro-batch, S positions, T response p
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -20,14 +19,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rhyme_jax.errors import InputError
 from rhyme_jax.grpo.losses import LossConfig, LossSums, policy_loss
+from rhyme_jax.models import lora
 from rhyme_jax.models.config import DecoderConfig
 from rhyme_jax.models.params import (
     BATCH_AXES,
     LEARNER_RULES,
     ROLLOUT_RULES,
     abstract_params,
+    init_params,
     param_shardings,
 )
+from rhyme_jax.models.remat import check_policy
 from rhyme_jax.models.scoring import score_responses
 
 SCHEDULES = ("constant", "cosine")
@@ -44,7 +46,8 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     clip_norm: float = 1.0  # global gradient norm above which gradients are scaled down
     micro_batches: int = 1  # pieces of a batch whose gradients are accumulated
-    remat: bool = False  # recompute activations in the backward pass
+    remat: str = "none"  # what the backward pass computes again, one of `remat.REMAT_POLICIES`
+    vocab_block: int = 0  # vocabulary entries whose logits exist at a time on a device; 0: all
 
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
@@ -60,6 +63,9 @@ class OptimizerConfig:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: must lie in [0, 1)")
         if self.micro_batches < 1:
             raise InputError(f"optimizer.micro_batches={self.micro_batches}: must be at least 1")
+        check_policy(self.remat)
+        if self.vocab_block < 0:
+            raise InputError(f"optimizer.vocab_block={self.vocab_block}: must not be negative; 0 is all at once")
 
     def learning_rates(self) -> optax.Schedule:
         if self.schedule == "constant":
@@ -75,7 +81,7 @@ class OptimizerConfig:
 @struct.dataclass
 class LearnerState:
     params: dict
-    optimizer: optax.OptState
+    optimizer: optax.OptState  # of what is trained: all parameters, or low-rank adapters alone
     updates: jax.Array  # int32: updates done
 
 
@@ -87,7 +93,7 @@ class Batch:
     prompt_length: jax.Array  # int32 [N]
     response_length: jax.Array  # int32 [N]
     log_prob: jax.Array  # float32 [N, T] under the policy that sampled, at the sampling temperature
-    advantage: jax.Array  # float32 [N]
+    advantage: jax.Array  # float32 [N], or [N, T] where tokens have their own
     valid: jax.Array  # bool [N]: graded; others get no gradient
     stale: jax.Array | None = None  # bool [N]: sampled by an older policy than the one that learns; None: none is
 
@@ -96,12 +102,16 @@ class Batch:
 class Accumulated:
     """What micro-batches have added up to."""
 
-    gradients: dict  # of the loss sums: float32, laid out like the parameters
+    gradients: dict  # of the loss sums: float32, laid out like the parameters that are trained
     sums: LossSums
 
 
 def place(x, sharding: NamedSharding) -> jax.Array:
-    """A host array, the same on every process, laid out over a mesh that may span several processes."""
+    """A host array, the same on every process, laid out over a mesh that may span several processes; an array that is
+    laid out so already, as it is.
+    """
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+        return x
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     x = np.asarray(x)
@@ -147,33 +157,54 @@ class Learner:
         self._by_piece = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
         self._params = param_shardings(model, mesh, LEARNER_RULES)
         self._state = self._state_shardings()
-        accumulated = Accumulated(gradients=self._params, sums=replicated)
+        trained = self._state.replace(params=lora.split(self._params)[0])
+        accumulated = Accumulated(gradients=trained.params, sums=replicated)
         self._init = jax.jit(self._init_state, out_shardings=self._state)
+        self._init_owned = jax.jit(self._init_state, out_shardings=self._state, donate_argnums=0)
         self._zeros = jax.jit(self._no_rows, out_shardings=accumulated)
         self._accumulate = jax.jit(self._add_rows, donate_argnums=1, out_shardings=accumulated)
         # The micro-batches of a usual batch in one program: a call of its own for each takes fresh memory each time,
         # which on CPU costs a quarter of it (1.3 s against 1.05 s of CPU time; 1.1M parameters, 64 rows of 96 tokens).
         self._accumulate_all = jax.jit(self._add_all, out_shardings=accumulated)
-        self._apply = jax.jit(self._step, donate_argnums=0, out_shardings=(self._state, replicated))
+        self._apply = jax.jit(self._step, donate_argnums=0, out_shardings=(trained, replicated))
         # Replicated like all that the host reads: a process can only read what lies on its own devices.
         self._score = jax.jit(lambda params, rows: self._score_rows(params, rows)[0], out_shardings=replicated)
-        # A copy even where nothing changes: the update donates the learner's buffers.
-        self._to_rollout = jax.jit(
-            functools.partial(jax.tree.map, lambda x: jnp.array(x, model.compute_dtype, copy=True)),
-            out_shardings=param_shardings(model, mesh, ROLLOUT_RULES),
-        )
+        base = dataclasses.replace(model, lora=None)
+        self._to_rollout = jax.jit(self._policy, out_shardings=param_shardings(base, mesh, ROLLOUT_RULES))
 
-    def init(self, params: dict) -> LearnerState:
-        """Places loaded parameters on the mesh with a fresh optimizer state."""
-        return self._init(self.place_params(params))
+    @property
+    def base_shardings(self) -> dict:
+        """Where parameters without adapters belong, as `init` and `place_params` take them."""
+        return lora.base(self._params)
+
+    def init(self, params: dict, seed: int = 0, own: bool = False) -> LearnerState:
+        """Places loaded parameters on the mesh with a fresh optimizer state.
+
+        Args:
+          params: without adapters.
+          seed: of the adapters, if the model has any.
+          own: the parameters are jax Arrays that nobody else needs: their buffers are taken over.
+        """
+        return (self._init_owned if own else self._init)(self.place_params(params), np.uint32(seed))
 
     def place_params(self, params: dict) -> dict:
-        """Parameters split over the mesh by the learner's rules."""
-        return jax.tree.map(place, params, self._params)
+        """Parameters without adapters, split over the mesh by the learner's rules."""
+        return jax.tree.map(place, params, self.base_shardings)
+
+    def base(self, state: LearnerState) -> dict:
+        """The parameters that are not trained, where adapters are: those of the initial model. Not copied; no update
+        donates them.
+
+        Raises:
+          ValueError: all parameters are trained.
+        """
+        if self.model.lora is None:
+            raise ValueError("learner: has no adapters, so the initial model is gone")
+        return lora.base(state.params)
 
     def abstract_state(self) -> LearnerState:
         """Shapes, dtypes and shardings of the state, to restore a checkpoint into."""
-        shapes = jax.eval_shape(self._init_state, abstract_params(self.model))
+        shapes = jax.eval_shape(self._init_state, lora.base(abstract_params(self.model)), np.uint32(0))
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self._state)
 
     def rollout_params(self, state: LearnerState) -> dict:
@@ -190,9 +221,9 @@ class Learner:
         micro_rows = -(-rows // self.optimizer_config.micro_batches)
         if micro_rows % shards or micro_rows == 0:
             raise InputError(
-                f"rollout.prompts_per_step * samples_per_prompt={rows}: makes micro-batches of {micro_rows} rows with "
-                f"optimizer.micro_batches={self.optimizer_config.micro_batches}; these must be divisible by "
-                f"mesh.data * mesh.fsdp = {shards}"
+                f"rollout.prompts_per_step * samples_per_prompt / grpo.minibatches={rows}: makes micro-batches of "
+                f"{micro_rows} rows with optimizer.micro_batches={self.optimizer_config.micro_batches}; these must "
+                f"be divisible by mesh.data * mesh.fsdp = {shards}"
             )
         if self._micro_rows is None:
             self._micro_rows = micro_rows
@@ -211,8 +242,8 @@ class Learner:
     def score(self, params: dict, batch: Batch) -> np.ndarray:
         """log-probs [N, T], float32, of the responses under any weights laid out by `place_params`.
 
-        Those of the reference are for the KL penalty, those of the policy before a batch's first update for its
-        stale rows.
+        Those of the reference are for the KL penalty, those of the policy before a batch's first update are the
+        proximal ones of `policy_loss`.
         """
         # Read one by one, so that the activations of one micro-batch are alive at a time.
         scores = [np.asarray(self._score(params, *self._placed(*piece))) for piece in self._pieces(batch)]
@@ -233,8 +264,8 @@ class Learner:
         Args:
           rows: at most `micro_rows` rows of host arrays; as wide, S and T, as all others that this learner gets.
           reference_log_prob: [B, T] of `score`; needed where kl_coef > 0.
-          proximal_log_prob: [B, T], the policy's of `score` before the batch's first update, for stale rows. May be
-            left out at that update.
+          proximal_log_prob: [B, T], the policy's of `score` before the batch's first update, for stale rows, and for
+            all where `LossConfig.decoupled`. May be left out at that update.
 
         Raises:
           ValueError: too many rows, or shapes that differ.
@@ -251,7 +282,9 @@ class Learner:
         Raises:
           FloatingPointError: the loss or the gradient is not finite.
         """
-        state, metrics = self._apply(state, sums)
+        trained, frozen = lora.split(state.params)
+        state, metrics = self._apply(state.replace(params=trained), sums)
+        state = state.replace(params=lora.join(state.params, frozen))
         metrics = {k: float(v) for k, v in jax.device_get(metrics).items()}
         for name in ("loss", "grad_norm"):
             if not np.isfinite(metrics[name]):
@@ -304,6 +337,8 @@ class Learner:
             rows = rows.replace(stale=np.zeros(count, bool))
         positions, slots = self._widths or (rows.tokens.shape[1], rows.log_prob.shape[1])
         shapes = {"tokens": (count, positions), "log_prob": (count, slots)}
+        if np.ndim(rows.advantage) == 2:
+            shapes["advantage"] = (count, slots)
         for field in dataclasses.fields(Batch):
             _check_shape(field.name, getattr(rows, field.name), shapes.get(field.name, (count,)))
         for x in log_probs:
@@ -319,19 +354,32 @@ class Learner:
         return rows, *log_probs
 
     def _state_shardings(self) -> LearnerState:
-        abstract = jax.eval_shape(self.optimizer.init, abstract_params(self.model))
+        abstract = jax.eval_shape(self.optimizer.init, lora.split(abstract_params(self.model))[0])
         optimizer = optax.tree_utils.tree_map_params(
             self.optimizer,
             lambda _, sharding: sharding,
             abstract,
-            self._params,
+            lora.split(self._params)[0],
             transform_non_params=lambda _: self._replicated,
         )
         return LearnerState(params=self._params, optimizer=optimizer, updates=self._replicated)
 
-    def _init_state(self, params: dict) -> LearnerState:
+    def _init_state(self, params: dict, seed: jax.Array) -> LearnerState:
         params = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
-        return LearnerState(params=params, optimizer=self.optimizer.init(params), updates=jnp.int32(0))
+        if self.model.lora is not None:
+            params = lora.join(init_params(self.model, jax.random.key(seed), lora.is_adapter), params)
+        optimizer = self.optimizer.init(lora.split(params)[0])
+        return LearnerState(params=params, optimizer=optimizer, updates=jnp.int32(0))
+
+    def _policy(self, params: dict) -> dict:
+        """What decodes: adapters merged, cast. A copy even where nothing changes: the update donates its buffers."""
+        merged = lora.merge(params, self.model.lora)
+        head = "embed" if self.model.tie_embeddings else "head"
+        dtypes = {name: self.model.logits_dtype if name == head else self.model.compute_dtype for name in merged}
+        return {
+            name: jax.tree.map(lambda x, dtype=dtypes[name]: jnp.array(x, dtype, copy=True), part)
+            for name, part in merged.items()
+        }
 
     def _score_rows(self, params: dict, rows: Batch) -> tuple[jax.Array, jax.Array]:
         return score_responses(
@@ -342,18 +390,23 @@ class Learner:
             rows.log_prob.shape[1],
             temperature=self.temperature,
             remat=self.optimizer_config.remat,
+            vocab_block=self.optimizer_config.vocab_block,
             mesh=self.mesh,
         )
 
     def _no_rows(self) -> Accumulated:
         return Accumulated(
-            gradients=jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), abstract_params(self.model)),
+            gradients=jax.tree.map(
+                lambda p: jnp.zeros(p.shape, jnp.float32), lora.split(abstract_params(self.model))[0]
+            ),
             sums=LossSums(**{f.name: jnp.float32(0) for f in dataclasses.fields(LossSums)}),
         )
 
     def _add_rows(self, params: dict, total: Accumulated, rows: Batch, reference_BT, proximal_BT) -> Accumulated:
-        def loss_sum(params: dict) -> tuple[jax.Array, LossSums]:
-            log_prob_BT, entropy_BT = self._score_rows(params, rows)
+        trained, frozen = lora.split(params)
+
+        def loss_sum(trained: dict) -> tuple[jax.Array, LossSums]:
+            log_prob_BT, entropy_BT = self._score_rows(lora.join(trained, frozen), rows)
             mask_BT = (jnp.arange(log_prob_BT.shape[1]) < rows.response_length[:, None]) & rows.valid[:, None]
             sums = policy_loss(
                 self.loss,
@@ -368,7 +421,7 @@ class Learner:
             )
             return sums.loss, sums
 
-        gradients, sums = jax.grad(loss_sum, has_aux=True)(params)
+        gradients, sums = jax.grad(loss_sum, has_aux=True)(trained)
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
         return jax.tree.map(jnp.add, total, Accumulated(gradients, sums))
 
@@ -383,8 +436,8 @@ class Learner:
     def _step(self, state: LearnerState, total: Accumulated) -> tuple[LearnerState, dict]:
         sums = total.sums
         # All samples masked gives sums of 0; the guards make that a zero gradient instead of 0/0.
-        weight, tokens, stale, fresh = (
-            jnp.maximum(count, 1) for count in (sums.weight, sums.tokens, sums.stale, sums.tokens - sums.stale)
+        weight, tokens, weighted, fresh = (
+            jnp.maximum(count, 1) for count in (sums.weight, sums.tokens, sums.weighted, sums.tokens - sums.stale)
         )
         gradients = jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), total.gradients, state.params)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
@@ -396,8 +449,8 @@ class Learner:
             "ratio_mean": sums.ratio / tokens,
             "rollout_gap": sums.gap / fresh,
             "stale_share": sums.stale / tokens,
-            "importance_mean": jnp.where(sums.stale > 0, sums.importance / stale, 1.0),
-            "importance_truncated": sums.truncated / stale,
+            "importance_mean": jnp.where(sums.weighted > 0, sums.importance / weighted, 1.0),
+            "importance_truncated": sums.truncated / weighted,
             "grad_norm": optax.tree.norm(gradients),
             "learning_rate": self.learning_rates(state.updates),
         }

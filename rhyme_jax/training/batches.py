@@ -4,14 +4,16 @@ Suffix letters: N rollouts, G groups of C samples, S positions, T response posit
 """
 
 import dataclasses
+import datetime
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
+import jax
 import numpy as np
 
 from rhyme_jax.errors import InputError
-from rhyme_jax.grpo.advantages import group_advantages
+from rhyme_jax.grpo.advantages import AdvantageConfig, group_advantages, informative_groups, overlong_penalty
 from rhyme_jax.grpo.learner import Batch
 from rhyme_jax.histopipe.dispatch import Flight, Span
 from rhyme_jax.history.lengths import Forecast
@@ -31,12 +33,20 @@ class Prompt:
     id: int
 
     @classmethod
-    def of(cls, problem: Problem, tokenizer: Tokenizer, system_prompt: str, max_tokens: int) -> "Prompt":
-        """Raises InputError where it has more tokens than that."""
-        text = problem.question
+    def of(
+        cls, problem: Problem, tokenizer: Tokenizer, system_prompt: str, today: datetime.date, max_tokens: int
+    ) -> "Prompt":
+        """Raises InputError where it has more tokens than that.
+
+        Args:
+          system_prompt: "" for none.
+          today: what chat templates take for it.
+        """
         if problem.chat:
-            text = tokenizer.render_chat(text, system_prompt or None)
-        tokens = np.array(tokenizer.encode(text), np.int32)
+            tokens = tokenizer.encode_chat(problem.question, system_prompt or None, today)
+        else:
+            tokens = tokenizer.encode_prompt(problem.question)
+        tokens = np.array(tokens, np.int32)
         if len(tokens) > max_tokens:
             raise InputError(
                 f"rollout.max_prompt_tokens={max_tokens}: the prompt {problem.question[:40]!r}... has {len(tokens)} "
@@ -111,18 +121,32 @@ class Graded:
         arrays = zip(*(dataclasses.astuple(f) for f in self.forecasts), strict=True)
         return Forecast(*map(np.concatenate, arrays))
 
-    def batch(self, samples: int, normalize_std: bool, step: int) -> Batch:
-        """What the learner learns from at a step."""
-        advantage_GC, valid_GC = group_advantages(self.rewards_N.reshape(-1, samples), normalize_std)
+    def batch(self, samples: int, config: AdvantageConfig, step: int) -> Batch:
+        """What the learner learns from at a step, but for `batch_advantages`."""
+        advantage_GC, _ = group_advantages(self._reward_GC(samples, config), config.baseline, config.normalize_std)
         return Batch(
             tokens=self.rollouts.tokens_NS,
             prompt_length=self.rollouts.prompt_length_N,
             response_length=self.rollouts.response_length_N,
             log_prob=self.rollouts.log_prob_NT,
             advantage=advantage_GC.reshape(-1),
-            valid=valid_GC.reshape(-1),
+            valid=self._counts_N(config),
             stale=self.version_N < step,
         )
+
+    def informative(self, samples: int, config: AdvantageConfig) -> np.ndarray:
+        """bool [G]: the group's rewards, as they are learned from, differ."""
+        return informative_groups(self._reward_GC(samples, config), self._counts_N(config).reshape(-1, samples))
+
+    def _reward_GC(self, samples: int, config: AdvantageConfig) -> np.ndarray:
+        """As they are learned from; history, samples and metrics have what the grader said."""
+        penalty_N = overlong_penalty(config, self.rollouts.response_length_N)
+        return (self.rewards_N + penalty_N).reshape(-1, samples)
+
+    def _counts_N(self, config: AdvantageConfig) -> np.ndarray:
+        """bool: gets a gradient."""
+        graded_N = ~np.isnan(self.rewards_N)
+        return graded_N & self.rollouts.ended_N if config.mask_truncated else graded_N
 
     def length_GC(self, samples: int) -> np.ndarray:
         """Tokens of the responses."""
@@ -193,6 +217,20 @@ def graded(step: StepRollouts, groups) -> Graded:
         step_N=np.full(len(numbers), step.flight.step),
         forecasts=(Forecast(*(x[sorted(groups)] for x in dataclasses.astuple(step.flight.forecast))),),
     )
+
+
+def of_informative_groups(batch: Batch, informative_G: np.ndarray, count: int) -> tuple[Batch, np.ndarray]:
+    """So many groups of a batch: those that can be learned from first, in order. Where they are too few, others fill
+    up its shape and are masked.
+
+    Returns:
+      (batch, numbers of its groups)
+    """
+    groups = np.argsort(~informative_G, kind="stable")[:count]
+    samples = len(batch.valid) // len(informative_G)
+    rows = (groups[:, None] * samples + np.arange(samples)).reshape(-1)
+    batch = jax.tree.map(lambda x: x[rows], batch)
+    return batch.replace(valid=batch.valid & np.repeat(informative_G[groups], samples)), groups
 
 
 def joined(parts: Sequence[Graded], spans: Sequence[Span], tally: Tally | None, seconds: float) -> Graded:

@@ -51,18 +51,37 @@ def run(
         except Exception as e:  # config files are Python, absl raises many kinds; whatever it is, the input is wrong
             return _refuse(_explain(e, argv, default))
 
+    def work():
+        config = flags.FLAGS.config
+        variant = flags.FLAGS["config"].config_filename.partition(":")[2] or "default"
+        workdir = flags.FLAGS.workdir
+        cluster = distributed.from_flags() if several_processes else None
+        with distributed.running(cluster, {"--workdir": workdir, **_fields(config)}):
+            experiment(config.lock(), variant, workdir)
+
+    _run(work, parse)
+
+
+def run_without_config(work: Callable[[], None]) -> None:
+    """Parses a command line that has flags of its own but no config file, and calls `work`."""
+
+    def parse(argv):
+        try:
+            return flags.FLAGS(argv)
+        except flags.Error as e:
+            return _refuse(one_line(e))
+
+    _run(work, parse)
+
+
+def _run(work: Callable[[], None], parse: Callable) -> None:
     def main(argv):
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # else jax reports every backend that it does not find
         if len(argv) > 1:
             _refuse(f"{argv[1]!r}: unexpected argument; options start with --")
-        config = flags.FLAGS.config
-        variant = flags.FLAGS["config"].config_filename.partition(":")[2] or "default"
         try:
-            workdir = flags.FLAGS.workdir
-            cluster = distributed.from_flags() if several_processes else None
-            with distributed.running(cluster, {"--workdir": workdir, **_fields(config)}):
-                experiment(config.lock(), variant, workdir)
+            work()
         except InputError as e:
             _refuse(str(e))
         except RunError as e:

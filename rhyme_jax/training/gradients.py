@@ -2,11 +2,12 @@
 of its own, accumulated group by group while other groups are decoded.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
 
+from rhyme_jax.grpo.advantages import AdvantageConfig, batch_advantages
 from rhyme_jax.grpo.learner import Accumulated, Batch, Learner, LearnerState
 from rhyme_jax.training.batches import Graded, StepRollouts, graded
 
@@ -81,34 +82,58 @@ class GradientStream:
         self.count += len(rows.valid)
 
 
+def rows_of_updates(rows: int, passes: int, minibatches: int, key: Sequence[int]) -> list[np.ndarray | None]:
+    """The rows of a batch that each of its updates learns from; None: all.
+
+    In each pass each row comes once, in an order that follows from the key and the number of the pass alone.
+    """
+    if minibatches == 1:
+        return [None] * passes
+    orders = [np.random.default_rng([*key, number, 0x4D42]).permutation(rows) for number in range(passes)]
+    return [part for order in orders for part in np.array_split(order, min(minibatches, rows))]
+
+
 def update_policy(
     learner: Learner,
     state: LearnerState,
     batch: Batch,
-    updates: int,
+    parts: Sequence[np.ndarray | None],
+    advantages: AdvantageConfig,
     reference: dict | None,
     runs_ahead: bool,
     stream: GradientStream | None,
 ) -> tuple[LearnerState, dict[str, float]]:
-    """So many updates on a batch; returns the learner's metrics of the last.
+    """An update on each of these parts of a batch; returns the learner's metrics of the last.
 
     Args:
+      parts: as `rows_of_updates` gives them.
       reference: as for `GradientStream`.
       runs_ahead: whether batches of this run may have stale rows.
-      stream: has, or will have, the gradients of the first update; None: they are still to be computed.
+      stream: has, or will have, the gradients of the first update, on all rows; None: they are still to be computed.
     """
-    reference_log_prob = proximal = None
-    if reference is not None and (stream is None or updates > 1):
+    reference_log_prob = proximal = penalty = None
+    if reference is not None and (stream is None or len(parts) > 1):
         reference_log_prob = learner.score(reference, batch)
-    if runs_ahead and updates > 1:
-        # Always an array, so that one program is compiled; fresh rows do not look at it.
-        proximal = learner.score(state.params, batch) if batch.stale.any() else np.zeros_like(batch.log_prob)
+    if advantages.whole_batch:
+        mask_NT = (np.arange(batch.log_prob.shape[1]) < batch.response_length[:, None]) & batch.valid[:, None]
+        k1_NT = None
+        if advantages.kl_coef > 0:  # in the reward, and so not in the loss
+            k1_NT, reference_log_prob = batch.log_prob - reference_log_prob, None
+            penalty = float(k1_NT[mask_NT].mean(dtype=np.float64)) if mask_NT.any() else 0.0
+        batch = batch.replace(advantage=batch_advantages(advantages, batch.advantage, mask_NT, k1_NT))
+    if len(parts) > 1 and (runs_ahead or learner.loss.decoupled):
+        # Always an array, so that one program is compiled; rows that are not stale need not look at it.
+        needed = learner.loss.decoupled or batch.stale.any()
+        proximal = learner.score(state.params, batch) if needed else np.zeros_like(batch.log_prob)
     metrics: dict[str, float] = {}
-    for number in range(updates):
+    for number, rows in enumerate(parts):
         if number == 0 and stream is not None:
             state, new = learner.apply(state, stream.finish(len(batch.valid)))
         else:
-            state, new = learner.update(state, batch, reference_log_prob, proximal)
+            piece = (batch, reference_log_prob, proximal)
+            if rows is not None:
+                piece = jax.tree.map(lambda x, rows=rows: x[rows], piece)
+            state, new = learner.update(state, *piece)
         # The gap between rollout and learner means something before the batch's first update only.
         metrics = new if number == 0 else {**new, "rollout_gap": metrics["rollout_gap"]}
-    return state, metrics
+    return state, metrics if penalty is None else {**metrics, "kl": penalty}

@@ -5,6 +5,8 @@
 2. *rollout*: a group of responses to each prompt, drafted from its history (`training.sampling`, `histopipe.dispatch`,
    `histospec`); groups are graded as they are finished (`tasks.graders`), and where the learner has devices of its own
    it learns from them while others are still decoded (`training.gradients`);
+   with `grpo.sampling_rounds` more prompts are rolled out until enough groups can be learned from (DAPO's dynamic
+   sampling);
 3. *update*: advantages within each group (`grpo.advantages`), the sharded learner (`grpo.learner`);
 4. *record*: history, lengths, metrics, samples, timeline, and every few steps evaluation and a checkpoint.
 
@@ -25,6 +27,7 @@ import ml_collections
 import numpy as np
 
 from rhyme_jax.errors import InputError, RunError
+from rhyme_jax.grpo.advantages import overlong_penalty
 from rhyme_jax.grpo.learner import Batch, Learner, LearnerState
 from rhyme_jax.histopipe import timeline
 from rhyme_jax.histopipe.dispatch import Flight, Span
@@ -35,17 +38,26 @@ from rhyme_jax.histospec.budget import CostTable, Tally
 from rhyme_jax.histospec.drafts import HistoryBlock
 from rhyme_jax.histospec.rollouts import Request, Rollouts
 from rhyme_jax.histospec.telemetry import EpochCounts, draft_metrics, predicted
-from rhyme_jax.models.load import load_model
+from rhyme_jax.models.export import keep_model_files
+from rhyme_jax.models.load import Model, open_model
 from rhyme_jax.tasks.graders import Graders
 from rhyme_jax.tasks.problems import Problem, load_problems
 from rhyme_jax.tasks.stream import PromptStream
 from rhyme_jax.training import distributed
-from rhyme_jax.training.batches import Graded, Prompt, StepRollouts, graded, joined, make_requests
+from rhyme_jax.training.batches import (
+    Graded,
+    Prompt,
+    StepRollouts,
+    graded,
+    joined,
+    make_requests,
+    of_informative_groups,
+)
 from rhyme_jax.training.checkpoints import Checkpoints
 from rhyme_jax.training.console import Console, Stopwatch, duration
-from rhyme_jax.training.gradients import GradientStream, update_policy
+from rhyme_jax.training.gradients import GradientStream, rows_of_updates, update_policy
 from rhyme_jax.training.sampling import Sampler, read_costs, slices_of
-from rhyme_jax.training.settings import Settings
+from rhyme_jax.training.settings import ROUND_BITS, Settings
 from rhyme_jax.training.workdir import Workdir, read_metrics
 
 
@@ -79,14 +91,21 @@ class Trainer:
         self.history = HistoryStore(s.history.depth, s.history.max_tokens)
         self.lengths = LengthPredictor(first=s.rollout.max_new_tokens / 2)
 
-        loaded = load_model(s.init.weights, s.model.dtype, s.model.param_dtype)
-        self.model, self.tokenizer = loaded.config, loaded.tokenizer
+        loaded = open_model(s.init.weights, s.model.dtype, s.model.param_dtype)
+        self.model = dataclasses.replace(loaded.config, head_dtype=s.model.head_dtype)
+        self.tokenizer = loaded.tokenizer
         self.train_prompts, self.eval_prompts = (
-            [Prompt.of(p, self.tokenizer, s.task.system_prompt, s.rollout.max_prompt_tokens) for p in problems]
+            [
+                Prompt.of(p, self.tokenizer, s.task.system_prompt, s.task.today, s.rollout.max_prompt_tokens)
+                for p in problems
+            ]
             for problems in (train, evaluation)
         )
-        loss, optimizer, rollout = s.grpo.loss(), s.optimizer.config(s.total_updates), s.rollout
-        self.learner = Learner(self.model, loss, optimizer, slices.learner, rollout.temperature, rollout.rows)
+        rollout, optimizer = s.rollout, s.optimizer.config(s.total_updates)
+        loss, self.advantages = (make(rollout.max_new_tokens) for make in (s.grpo.loss, s.grpo.advantages))
+        rows = rollout.rows // s.grpo.minibatches
+        learned = dataclasses.replace(self.model, lora=s.lora.config())
+        self.learner = Learner(learned, loss, optimizer, slices.learner, rollout.temperature, rows)
         longest = max(len(p.tokens) for p in [*self.train_prompts, *self.eval_prompts])
         if longest + s.rollout.max_new_tokens > self.model.max_positions:
             raise InputError(
@@ -102,18 +121,20 @@ class Trainer:
         self.workdir = Workdir(workdir, writes=distributed.is_primary())
         self.workdir.prepare(config)
         try:
-            self._open(loaded.params, costs)
+            if distributed.is_primary():
+                keep_model_files(loaded, self.workdir.model)
+            self._open(loaded, costs)
         except BaseException:
             self.workdir.release()
             raise
 
-    def _open(self, initial_params: dict, costs: CostTable | None) -> None:
+    def _open(self, initial: Model, costs: CostTable | None) -> None:
         """Takes up the run where its workdir has it."""
         s = self.settings
         distributed.check_shared("--workdir", self.workdir.config)
         self.checkpoints = Checkpoints(self.workdir.checkpoints, s.checkpoint.keep)
         self.progress = Progress()
-        self.state = self._start(initial_params)
+        self.state = self._start(initial)
         if self.progress.costs:
             costs = CostTable.from_json(self.progress.costs)
         elif costs is None and distributed.from_primary(self.workdir.cost_table.exists()):
@@ -122,8 +143,10 @@ class Trainer:
         if costs is not None:
             self.sampler.share_costs(costs)
         self.reference = None
-        if s.grpo.kl_coef > 0:
-            self.reference = self.learner.place_params(initial_params)
+        if s.grpo.kl_coef > 0 and self.learner.model.lora is not None:
+            self.reference = self.learner.base(self.state)  # shared: what stays as it was
+        elif s.grpo.kl_coef > 0:
+            self.reference = initial.load(self.learner.base_shardings)
         self.metrics = self.workdir.step_file(self.workdir.metrics, self.progress.steps)
         self.timeline = self.workdir.step_file(self.workdir.timeline, self.progress.steps)
         self.started = time.monotonic() - self.progress.seconds
@@ -191,11 +214,23 @@ class Trainer:
                 self.progress.comparison = self.sampler.compare_with_plain(current.flight)
         with watch("grade"):
             batch, spans = self._settle(current, before, watch.seconds["rollout"])
+        rounds = [current]
+        while len(rounds) < s.grpo.rounds and self._informative(batch).sum() < s.rollout.prompts_per_step:
+            with watch("plan"):
+                rounds.append(self._begin(step, len(rounds)))
+            with watch("rollout"):
+                self.sampler.sampled.launch(rounds[-1].flight)
+                self._roll_out(rounds[-1], None, None)
+            bubbles = functools.partial(timeline.bubble_ratios, start=began, end=self._seconds())
+            with watch("grade"):
+                more, more_spans = self._settle(rounds[-1], None, 0.0)
+                spans += more_spans
+                batch = self._joined([batch, more], spans, watch.seconds["rollout"])
         with watch("update"):
             learned = self._update(batch, gradients)
         with watch("record"):
-            self._record(batch, spans, current)
-        metrics = self._metrics(batch, current, learned) | bubbles(spans, self.sampler.slices.total)
+            self._record(batch, spans, rounds)
+        metrics = self._metrics(batch, rounds, learned) | bubbles(spans, self.sampler.slices.total)
         if self.progress.steps % s.eval.every == 0 or self.progress.steps == s.steps:
             with watch("eval"):
                 metrics |= self._evaluate()
@@ -219,22 +254,23 @@ class Trainer:
     def _of_step(self, step: int) -> StepRollouts | None:
         return next((w for w in self.under_way if w.flight.step == step), None)
 
-    def plan(self, step: int) -> tuple[list[Prompt], list[Request], HistoryBlock, Forecast]:
-        """The next batch of prompts, for a step: with the rollouts to make, what these may draft from, and how long
-        they are expected to be.
+    def plan(self, step: int, number: int = 0) -> tuple[list[Prompt], list[Request], HistoryBlock, Forecast]:
+        """The next batch of prompts, for a step and a round of sampling within it: with the rollouts to make, what
+        these may draft from, and how long they are expected to be.
         """
         s, visit = self.settings.rollout, self.stream.epoch
         prompts = [self.train_prompts[i] for i in self.stream.next()]
         forecast = self.lengths.predict([p.id for p in prompts])
         expected_G = np.where(forecast.seen_G, forecast.mean_G, 0.0)
-        words = [self._noise_word(step, visit, sample) for sample in range(s.samples_per_prompt)]
+        words = [self._noise_word(step, number, visit, sample) for sample in range(s.samples_per_prompt)]
         requests = make_requests(prompts, words, s.max_new_tokens, expected_G)
         return prompts, requests, self._history(prompts), forecast
 
-    def _noise_word(self, step: int, epoch: int, sample: int) -> int:
+    def _noise_word(self, step: int, number: int, epoch: int, sample: int) -> int:
         if self.settings.rollout.noise == "coupled":
             return noise.coupled_word(epoch, sample, self.settings.noise.refresh_epochs)
-        return noise.fresh_word(step)
+        # A prompt may come again in a later round, and must not meet the same noise.
+        return noise.fresh_word(step + (number << ROUND_BITS))
 
     def _history(self, prompts: list[Prompt]) -> HistoryBlock:
         """Always of the same shape, so that the decoder is compiled for one."""
@@ -243,10 +279,10 @@ class Trainer:
         tokens = [p.tokens for p in prompts]
         return self.history.query(tokens, len(tokens), responses, s.rollout.max_new_tokens, s.draft.vote_weight)
 
-    def _begin(self, step: int) -> StepRollouts:
-        """Plans a step; its rollouts are then under way."""
+    def _begin(self, step: int, number: int = 0) -> StepRollouts:
+        """Plans a step, or one of its later rounds of sampling; its rollouts are then under way."""
         epoch, visit = self.stream.progress, self.stream.epoch
-        prompts, requests, history, forecast = self.plan(step)
+        prompts, requests, history, forecast = self.plan(step, number)
         flight = self.sampler.plan(step, requests, history, forecast, _namer(prompts), self._goes_on(step))
         begun = StepRollouts(prompts, flight, epoch, ends_epoch=self.stream.epoch > visit)
         self.under_way.append(begun)
@@ -287,9 +323,15 @@ class Trainer:
         if before is not None:
             spans += self._collect(before)
             parts.insert(0, graded(before, before.flight.deferred))
+        return self._joined(parts, spans, seconds), spans
+
+    def _joined(self, parts: list[Graded], spans: list[Span], seconds: float) -> Graded:
         config = self.sampler.engine.config
-        tally = Tally.zeros(config.depths) if config.drafts else None
-        return joined(parts, spans, tally, seconds), spans
+        return joined(parts, spans, Tally.zeros(config.depths) if config.drafts else None, seconds)
+
+    def _informative(self, graded: Graded) -> np.ndarray:
+        """bool [G]: groups that can be learned from."""
+        return graded.informative(self.settings.rollout.samples_per_prompt, self.advantages)
 
     def _collect(self, step: StepRollouts) -> list[Span]:
         step.await_grades()
@@ -298,32 +340,36 @@ class Trainer:
     # --- update and record --------------------------------------------------------------------------------------
 
     def _update(self, graded: Graded, gradients: GradientStream | None) -> dict[str, float]:
-        s, batch = self.settings, self.batch(graded, self.progress.steps)
+        s, step = self.settings, self.progress.steps
+        batch, informative_G = self.batch(graded, step), self._informative(graded)
+        if s.grpo.rounds > 1:
+            batch, groups = of_informative_groups(batch, informative_G, s.rollout.prompts_per_step)
+            informative_G = informative_G[groups]
         self.state, metrics = update_policy(
             self.learner,
             self.state,
             batch,
-            s.grpo.updates_per_batch,
+            rows_of_updates(len(batch.valid), s.grpo.updates_per_batch, s.grpo.minibatches, (s.seed, step)),
+            self.advantages,
             self.reference,
             s.pipeline.runs_ahead,
             gradients,
         )
-        distributed.check_same(f"learner/loss of step {self.progress.steps + 1}", metrics["loss"])
-        advantage_GC = batch.advantage.reshape(-1, s.rollout.samples_per_prompt)
+        distributed.check_same(f"learner/loss of step {step + 1}", metrics["loss"])
         return {
             **metrics,
-            "zero_advantage_share": float(1 - (advantage_GC != 0).any(axis=1).mean()),
-            "failed_grades": int((~batch.valid).sum()),
+            "zero_advantage_share": float(1 - informative_G.mean()),
+            "masked_samples": int((~batch.valid).sum()),
         }
 
     def batch(self, graded: Graded, step: int) -> Batch:
         """What the learner gets at a step."""
-        s = self.settings
-        return graded.batch(s.rollout.samples_per_prompt, s.grpo.normalize_std, step)
+        return graded.batch(self.settings.rollout.samples_per_prompt, self.advantages, step)
 
-    def _record(self, batch: Graded, spans: list[Span], current: StepRollouts) -> None:
+    def _record(self, batch: Graded, spans: list[Span], rounds: list[StepRollouts]) -> None:
         """Everything that a step leaves behind, but for its metrics."""
-        step, samples = current.flight.step, self.settings.rollout.samples_per_prompt
+        current, samples = rounds[0], self.settings.rollout.samples_per_prompt
+        step = current.flight.step
         visits = list(batch.visits(samples))
         for prompt, responses in visits:
             self.history.add(prompt.tokens, responses)
@@ -333,23 +379,28 @@ class Trainer:
         self.progress.steps = step + 1
         self.progress.stream = self.stream.position()
         self.workdir.write_samples(step + 1, batch.records(step, self.tokenizer.decode))
-        self.timeline.write(timeline.plan_record(step, current.flight.plan), *timeline.span_records(spans))
+        plans = [timeline.plan_record(step, r.flight.plan) for r in rounds]
+        self.timeline.write(*plans, *timeline.span_records(spans))
 
-    def _metrics(self, batch: Graded, current: StepRollouts, learned: dict[str, float]) -> dict:
-        flight, rollouts = current.flight, batch.rollouts
+    def _metrics(self, batch: Graded, rounds: list[StepRollouts], learned: dict[str, float]) -> dict:
+        flight, rollouts = rounds[0].flight, batch.rollouts
         samples = self.settings.rollout.samples_per_prompt
         staleness_N = flight.step - batch.version_N
         return {
             "step": flight.step + 1,
-            "epoch": current.epoch,
+            "epoch": rounds[0].epoch,
             **batch.metrics(samples),
+            "reward/overlong_penalty": float(overlong_penalty(self.advantages, rollouts.response_length_N).mean()),
+            "rollout/rounds": len(rounds),
+            "rollout/uninformative_groups": int((~self._informative(batch)).sum()),
             **draft_metrics(rollouts),
             **predicted(rollouts.chunks, self.sampler.engine.costs),
-            **self._epoch_metrics(rollouts, current.ends_epoch),
+            **self._epoch_metrics(rollouts, any(r.ends_epoch for r in rounds)),
             **forecast_metrics(batch.forecast(), batch.length_GC(samples)),
-            "pipeline/migrations": flight.migrations,
+            "pipeline/migrations": sum(r.flight.migrations for r in rounds),
             "pipeline/deferred": len(flight.deferred),
             **{f"learner/{k}": v for k, v in learned.items()},
+            "learner/failed_grades": int(np.isnan(batch.rewards_N).sum()),
             "learner/staleness": float(staleness_N.mean()),
             "learner/staleness_max": int(staleness_N.max()),
             "history/prompts": len(self.history),
@@ -423,12 +474,12 @@ class Trainer:
 
     # --- start and checkpoints ----------------------------------------------------------------------------------
 
-    def _start(self, initial_params) -> LearnerState:
+    def _start(self, initial: Model) -> LearnerState:
         step = self.checkpoints.latest
         if step is None:
             if read_metrics(self.workdir.metrics):
                 self.console.line(f"{self.workdir.path} holds metrics but no checkpoint: starting over")
-            return self.learner.init(initial_params)
+            return self.learner.init(initial.load(self.learner.base_shardings), self.settings.seed, own=True)
         state, arrays, loop = self.checkpoints.restore(step, self.learner.abstract_state())
         self.history.load_arrays(arrays["history"])
         self.lengths.load_arrays(arrays["lengths"])

@@ -5,6 +5,7 @@ combinations with a one-line `InputError`, before anything is loaded or compiled
 """
 
 import dataclasses
+import datetime
 import difflib
 import math
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import ml_collections
 
 from rhyme_jax.errors import InputError
+from rhyme_jax.grpo import presets
+from rhyme_jax.grpo.advantages import BASELINES, NORMALIZERS, AdvantageConfig
 from rhyme_jax.grpo.learner import OptimizerConfig
-from rhyme_jax.grpo.losses import LossConfig
+from rhyme_jax.grpo.losses import AGGREGATES, BEHAVIOURS, KL_ESTIMATORS, RATIOS, LossConfig
 from rhyme_jax.histopipe.plan import LAYOUTS, MODES
 from rhyme_jax.history.store import VOTE_WEIGHTS
 from rhyme_jax.histospec import noise
@@ -23,6 +26,7 @@ from rhyme_jax.histospec.iteration import EngineConfig
 from rhyme_jax.histospec.presets import PRESETS
 from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.models.config import DTYPES
+from rhyme_jax.models.lora import LoraConfig
 
 
 def one_of(name: str, value: str, choices) -> None:
@@ -47,6 +51,7 @@ class Task:
     eval_size: int
     difficulties: tuple
     system_prompt: str
+    chat_date: str
 
     def __post_init__(self):
         for name in ("path", "system_prompt"):
@@ -54,6 +59,15 @@ class Task:
                 raise InputError(f"task.{name}={getattr(self, name)!r}: is not used by task.name='arithmetic'")
         at_least("task", self, 0, "seed")
         at_least("task", self, 1, "train_size", "eval_size")
+        try:
+            datetime.date.fromisoformat(self.chat_date)
+        except ValueError as e:
+            raise InputError(f"task.chat_date={self.chat_date!r}: must be a date, as 2024-07-26") from e
+
+    @property
+    def today(self) -> datetime.date:
+        """For chat templates."""
+        return datetime.date.fromisoformat(self.chat_date)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +79,30 @@ class Init:
 class Model:
     dtype: str
     param_dtype: str
+    head_dtype: str
 
     def __post_init__(self):
-        for name in ("dtype", "param_dtype"):
+        for name in ("dtype", "param_dtype", "head_dtype"):
             if getattr(self, name) not in DTYPES:
                 raise InputError(f"model.{name}={getattr(self, name)!r}: must be one of {', '.join(DTYPES)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    rank: int
+    alpha: float
+    targets: str
+
+    def __post_init__(self):
+        at_least("lora", self, 0, "rank")
+        LoraConfig(max(1, self.rank), self.alpha, self.matrices)
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return tuple(self.targets.split("+"))
+
+    def config(self) -> LoraConfig | None:
+        return LoraConfig(self.rank, self.alpha, self.matrices) if self.rank else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +140,7 @@ class Noise:
         at_least("noise", self, 0, "refresh_epochs")
 
 
-PRESET = "preset"  # in place of a value: that of draft.preset
+PRESET = "preset"  # in place of a value: that of draft.preset or grpo.preset; for a number it is -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,21 +194,96 @@ class History:
         at_least("history", self, 1, "depth", "max_tokens")
 
 
+KL_PLACES = ("loss", "reward")
+MAX_ROUNDS = 64  # of sampling in a step; a round and a step share the 31 bits of a noise word
+ROUND_BITS = 24  # of the word that are the step's
+
+
 @dataclasses.dataclass(frozen=True)
 class Grpo:
+    preset: str
+    baseline: str
+    normalize_std: str
+    ratio: str
     clip_low: float
     clip_high: float
-    kl_coef: float
+    clip_dual: float
     aggregate: str
-    normalize_std: bool
+    kl_coef: float
+    kl_in: str
+    kl_estimator: str
+    entropy_coef: float
+    overlong_buffer: int
+    overlong_factor: float
+    mask_truncated: bool
+    sampling_rounds: int
     updates_per_batch: int
+    minibatches: int
+    behaviour: str
     importance_cap: float
 
     def __post_init__(self):
-        at_least("grpo", self, 1, "updates_per_batch")
+        one_of("grpo.preset", self.preset, presets.PRESETS)
+        for name, choices in (
+            ("baseline", BASELINES),
+            ("normalize_std", NORMALIZERS),
+            ("ratio", RATIOS),
+            ("aggregate", AGGREGATES),
+            ("kl_in", KL_PLACES),
+            ("kl_estimator", KL_ESTIMATORS),
+        ):
+            one_of(f"grpo.{name}", getattr(self, name), (PRESET, *choices))
+        one_of("grpo.behaviour", self.behaviour, BEHAVIOURS)
+        at_least("grpo", self, 1, "updates_per_batch", "minibatches")
+        for name, off in (("overlong_buffer", 0), ("sampling_rounds", 1)):
+            if not (value := getattr(self, name)) >= off and value != -1:
+                raise InputError(f"grpo.{name}={value}: must be {off} (off) or more, or -1 for the preset's")
+        if self.rounds > MAX_ROUNDS:
+            raise InputError(f"grpo.sampling_rounds={self.rounds}: must be at most {MAX_ROUNDS}")
+        if self.of("kl_in") == "reward" and self.kl_estimator not in (PRESET, "k1"):
+            raise InputError(
+                f"grpo.kl_estimator={self.kl_estimator!r}: grpo.kl_in='reward' takes the log ratio itself, 'k1'"
+            )
 
-    def loss(self) -> LossConfig:
-        return LossConfig(self.clip_low, self.clip_high, self.kl_coef, self.aggregate, self.importance_cap)
+    def of(self, name: str) -> Any:
+        """A field's value, or the preset's where it leaves that to the preset."""
+        value = getattr(self, name)
+        return getattr(presets.PRESETS[self.preset], name) if value in (PRESET, -1) else value
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of sampling that a step may take."""
+        return self.of("sampling_rounds")
+
+    def loss(self, budget: int) -> LossConfig:
+        """`budget`: tokens of a response at most."""
+        return LossConfig(
+            clip_low=self.of("clip_low"),
+            clip_high=self.of("clip_high"),
+            kl_coef=self.kl_coef if self.of("kl_in") == "loss" else 0.0,
+            aggregate=self.of("aggregate"),
+            importance_cap=self.importance_cap,
+            ratio=self.of("ratio"),
+            clip_dual=self.clip_dual,
+            kl_estimator=self.of("kl_estimator"),
+            entropy_coef=self.entropy_coef,
+            behaviour=self.behaviour,
+            budget=budget,
+        )
+
+    def advantages(self, budget: int) -> AdvantageConfig:
+        buffer = self.overlong_buffer
+        if buffer == -1:
+            buffer = round(presets.PRESETS[self.preset].overlong_share * budget)
+        return AdvantageConfig(
+            baseline=self.of("baseline"),
+            normalize_std=self.of("normalize_std"),
+            kl_coef=self.kl_coef if self.of("kl_in") == "reward" else 0.0,
+            budget=budget,
+            overlong_buffer=buffer,
+            overlong_factor=self.overlong_factor,
+            mask_truncated=self.mask_truncated,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +296,8 @@ class Optimizer:
     weight_decay: float
     clip_norm: float
     micro_batches: int
-    remat: bool
+    remat: str
+    vocab_block: int
 
     def config(self, total_updates: int) -> OptimizerConfig:
         return OptimizerConfig(**dataclasses.asdict(self), total_updates=total_updates)
@@ -267,6 +376,7 @@ class Settings:
     task: Task
     init: Init
     model: Model
+    lora: Lora
     rollout: Rollout
     noise: Noise
     draft: Draft
@@ -289,7 +399,7 @@ class Settings:
                 f"rollout.prompts_per_step={self.rollout.prompts_per_step}: must not exceed "
                 f"task.train_size={self.task.train_size}"
             )
-        if self.rollout.samples_per_prompt == 1:
+        if self.rollout.samples_per_prompt == 1 and self.grpo.of("baseline") in ("group", "leave_one_out"):
             raise InputError(
                 "rollout.samples_per_prompt=1: a group of one has no advantage, nothing would be learned; use 2 or more"
             )
@@ -301,7 +411,7 @@ class Settings:
                 raise InputError(f"pipeline.slices={self.pipeline.slices}: must not exceed {name}={prompts}")
         # Their own checks run now rather than after the weights are loaded.
         self.engine(self.rollout.sampling(), eos_ids=(0,), prompt_slots=self.rollout.max_prompt_tokens)
-        self.grpo.loss()
+        self._check_loss()
         self.optimizer.config(self.total_updates)
 
     def engine(self, sampling: SamplingParams, eos_ids: tuple[int, ...], prompt_slots: int) -> EngineConfig:
@@ -317,9 +427,44 @@ class Settings:
             prompt_slots=prompt_slots,
         )
 
+    def _check_loss(self) -> None:
+        """That the loss goes with how rollouts are made."""
+        grpo, rollout, pipe = self.grpo, self.rollout, self.pipeline
+        budget = rollout.max_new_tokens
+        grpo.loss(budget)
+        advantages = grpo.advantages(budget)
+        if rollout.rows % grpo.minibatches:
+            raise InputError(
+                f"grpo.minibatches={grpo.minibatches}: must divide rollout.prompts_per_step * samples_per_prompt="
+                f"{rollout.rows}"
+            )
+        if pipe.learner_devices:
+            # The learner begins with the first group that is finished.
+            alone = f"pipeline.learner_devices={pipe.learner_devices}: learns group by group"
+            for name in ("baseline", "normalize_std"):
+                if grpo.of(name) == "batch":
+                    raise InputError(f"{alone}; grpo.{name}='batch' needs the whole batch")
+            if advantages.whole_batch:
+                raise InputError(f"{alone}; grpo.kl_in='reward' needs the whole batch")
+            if grpo.minibatches > 1:
+                raise InputError(f"{alone}; grpo.minibatches={grpo.minibatches} needs the whole batch")
+        if grpo.rounds == 1:
+            return
+        rounds = f"grpo.sampling_rounds={grpo.rounds}"
+        if pipe.learner_devices:
+            raise InputError(f"{rounds}: needs pipeline.learner_devices=0; groups are chosen when all are graded")
+        if pipe.runs_ahead:
+            raise InputError(f"{rounds}: does not go with pipeline.mode='cross_step', which begins the next step early")
+        if rollout.noise == "coupled":
+            raise InputError(f"{rounds}: needs rollout.noise='fresh'; 'coupled' would repeat a prompt's responses")
+        if rollout.samples_per_prompt == 1:
+            raise InputError(f"{rounds}: the rewards of a group of rollout.samples_per_prompt=1 cannot differ")
+        if self.steps > 1 << ROUND_BITS:
+            raise InputError(f"steps={self.steps}: must not exceed {1 << ROUND_BITS} with {rounds}")
+
     @property
     def total_updates(self) -> int:
-        return self.steps * self.grpo.updates_per_batch
+        return self.steps * self.grpo.updates_per_batch * self.grpo.minibatches
 
     @classmethod
     def from_config(cls, config: ml_collections.ConfigDict) -> "Settings":

@@ -1,6 +1,7 @@
 """A run's directory: its stored config, metrics, samples, checkpoints and result.
 
 config.json            the config, versions and git revision of the first start
+model/                 config.json, tokenizer and the like of the initial model, for export
 checkpoints/<step>/    see `training.checkpoints`
 metrics.jsonl          one object a step
 timeline.jsonl         what each slice did when, see `histopipe.timeline`
@@ -35,6 +36,7 @@ class Workdir:
     def __init__(self, path, writes: bool = True):
         self.path, self.writes = pathlib.Path(path), writes
         self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
         self.samples = self.path / "samples"
         self.metrics = self.path / "metrics.jsonl"
         self.timeline = self.path / "timeline.jsonl"
@@ -49,9 +51,9 @@ class Workdir:
           InputError: the path is not a writable directory, or it holds a run whose config differs in a field that
             matters (see MAY_CHANGE).
         """
-        stored = self._read_config()
+        stored = self.stored_config()
         if stored is not None:
-            _check_same(stored["config"], config.to_dict(), self.path)
+            _check_same(stored, config.to_dict(), self.path)
         if not self.writes:
             return
         try:
@@ -72,7 +74,12 @@ class Workdir:
         if self.writes:
             self._lock.close()
 
-    def _read_config(self) -> dict | None:
+    def stored_config(self) -> dict | None:
+        """The config of the run that the directory holds; None if it holds none.
+
+        Raises:
+          InputError: it is damaged.
+        """
         try:
             if not self.config.exists():
                 return None
@@ -84,7 +91,7 @@ class Workdir:
                 raise InputError("it has no 'config' object")
         except InputError as e:
             raise InputError(f"--workdir={self.path}: its config.json is damaged ({e})") from e
-        return stored
+        return stored["config"]
 
     def write_samples(self, step: int, samples: Iterable[dict]) -> None:
         if self.writes:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import traverse_util
 from helpers import SMALL, one_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -220,22 +221,68 @@ def test_micro_batches_change_nothing(params, batch, plain_run):
 
 
 def test_remat_changes_nothing(params, batch, plain_run):
-    got, metrics = run(learner(GRPO, dataclasses.replace(PLAIN, remat=True)), params, batch)
+    got, metrics = run(learner(GRPO, dataclasses.replace(PLAIN, remat="full")), params, batch)
     assert_close(got, plain_run[0], 1e-6)
     assert metrics[1] == pytest.approx(plain_run[1][1], rel=1e-5, abs=1e-6)
 
 
-# --- meshes ---------------------------------------------------------------------------------------------------
+# --- other losses ---------------------------------------------------------------------------------------------
+
+OTHER = LossConfig(
+    ratio="sequence",
+    clip_low=0.05,
+    clip_high=0.1,
+    clip_dual=1.2,
+    aggregate="constant",
+    budget=T,
+    kl_coef=0.5,
+    kl_estimator="k2",
+    entropy_coef=0.3,
+    behaviour="corrected",
+    importance_cap=1.1,
+)
 
 
-@needs_8_devices
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 4, 2)], ids=str)
-def test_meshes_change_nothing(shape, params, batch, plain_run):
-    fast = learner(GRPO, dataclasses.replace(PLAIN, micro_batches=2), shape)
-    got, metrics = run(fast, params, batch)
-    for m, want in zip(metrics, plain_run[1], strict=True):
-        assert m == pytest.approx(want, rel=1e-5, abs=1e-5)
-    assert_close(got, plain_run[0], 2e-6)
+def other_loss(params, batch: Batch, reference, proximal):
+    """OTHER response by response, each with tokens' own advantages; the clip by the response's ratio, which a token's
+    gradient goes around.
+    """
+    log_prob, entropy = scores(params, batch.tokens, batch.prompt_length)
+    total = 0.0
+    for n in np.flatnonzero(batch.valid):
+        x, before, rollout, other, advantage, h = (
+            a[n, : batch.response_length[n]]
+            for a in (log_prob, proximal, batch.log_prob, reference, batch.advantage, entropy)
+        )
+        weight = jnp.minimum(jnp.exp(jnp.mean(before - rollout)), 1.1)
+        ratio = jax.lax.stop_gradient(jnp.exp(jnp.mean(x - before)))
+        free = jnp.where(advantage > 0, ratio <= 1.1, (ratio >= 0.95) & (ratio <= 1.2))
+        held = jnp.where(advantage > 0, jnp.minimum(ratio, 1.1), jnp.clip(ratio, 0.95, 1.2))
+        gain = advantage * (held + free * ratio * (x - jax.lax.stop_gradient(x)))
+        total += jnp.sum(-weight * gain + 0.5 * (x - other) ** 2 / 2 - 0.3 * h) / T
+    return total / batch.valid.sum()
+
+
+def test_a_loss_with_every_switch(params, other_params, batch):
+    """Seven rows, in micro-batches of 4, at a policy that has moved from the one before the first update."""
+    rng = np.random.default_rng(3)
+    reference, proximal = (
+        np.asarray(scores(p, batch.tokens, batch.prompt_length)[0])[:7] for p in (other_params, params)
+    )
+    batch = pick(batch, slice(7)).replace(advantage=rng.normal(0, 1, (7, T)).astype(np.float32))
+    fast = learner(OTHER, dataclasses.replace(PLAIN, micro_batches=4))
+    moved = jax.tree.map(lambda p, q: p + 0.05 * (q - p), params, other_params)
+    slow = jax.jit(jax.value_and_grad(lambda params: other_loss(params, batch, reference, proximal)))
+    want, slopes = slow(moved)
+    state, metrics = fast.update(fast.init(moved), batch, reference, proximal)
+    assert metrics["loss"] == pytest.approx(float(want), rel=1e-5)
+    assert 0.1 < metrics["clip_fraction"] < 0.9 and 0 < metrics["importance_truncated"] < 1
+    assert metrics["stale_share"] == 0 and metrics["rollout_gap"] > 0.1
+    got = jax.tree.map(lambda m: np.asarray(m) / (1 - PLAIN.b1), optax.tree_utils.tree_get(state.optimizer, "mu"))
+    assert_close(got, slopes, 2e-6)
+
+
+# --- meshes (test_meshes has what they must not change) --------------------------------------------------------
 
 
 @needs_8_devices
@@ -351,7 +398,7 @@ def test_micro_batches_that_do_not_divide_over_the_mesh_are_refused(params, batc
     for rows in (7, 8, 15, 16, 80):  # micro-batches of 4, 8, 40
         fast.check_batch_size(rows)
     message = (
-        r"^rollout.prompts_per_step \* samples_per_prompt={}: makes micro-batches of {} rows with "
+        r"^rollout.prompts_per_step \* samples_per_prompt / grpo.minibatches={}: makes micro-batches of {} rows with "
         r"optimizer.micro_batches=2; these must be divisible by mesh.data \* mesh.fsdp = 4$"
     )
     for rows, micro_rows in ((12, 6), (9, 5), (2, 1), (0, 0)):
@@ -509,12 +556,16 @@ def test_nothing_aliases_the_donated_state(params, batch):
     fast.update(new, batch)
 
 
-def test_bfloat16_weights_for_the_rollout_only(params):
-    fast = learner(model=dataclasses.replace(MODEL, dtype="bfloat16"))
+@pytest.mark.parametrize("head_dtype", ["float32", "bfloat16"])
+def test_bfloat16_weights_for_the_rollout_only(head_dtype, params):
+    """But for the head's, here the embedding, as the config says."""
+    fast = learner(model=dataclasses.replace(MODEL, dtype="bfloat16", head_dtype=head_dtype))
     state = fast.init(params)
     weights = fast.rollout_params(state)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
-    jax.tree.map(lambda w, p: np.testing.assert_array_equal(w, p.astype(jnp.bfloat16)), weights, params)
+    for path, w in traverse_util.flatten_dict(weights, sep="/").items():
+        assert w.dtype == (head_dtype if path == "embed" else "bfloat16"), path
+    jax.tree.map(lambda w, p: np.testing.assert_array_equal(w, p.astype(w.dtype)), weights, params)
 
 
 def test_bfloat16_parameters_keep_their_dtype(batch):

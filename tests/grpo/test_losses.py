@@ -17,9 +17,16 @@ FIELDS = [f.name for f in dataclasses.fields(LossSums)]
 B, T = 4, 5
 SEQUENCE = LossConfig()
 TOKEN = LossConfig(clip_low=0.1, clip_high=0.3, aggregate="token")
-WITH_KL = dataclasses.replace(SEQUENCE, kl_coef=0.25, clip_high=0.28)
 TOKEN_WITH_KL = dataclasses.replace(TOKEN, kl_coef=2.0, importance_cap=1.2)
-CONFIGS = [SEQUENCE, TOKEN, WITH_KL, TOKEN_WITH_KL]
+GSPO = LossConfig(
+    ratio="sequence", clip_low=0.1, clip_high=0.15, behaviour="recomputed", kl_coef=0.3, kl_estimator="k2"
+)
+CONSTANT = LossConfig(
+    aggregate="constant", budget=7, behaviour="corrected", clip_dual=1.3, entropy_coef=0.1, importance_cap=1.2
+)
+GSPO_CORRECTED = dataclasses.replace(CONSTANT, ratio="sequence", kl_coef=0.2, kl_estimator="k1", aggregate="token")
+CONFIGS = [SEQUENCE, TOKEN_WITH_KL, GSPO, CONSTANT, GSPO_CORRECTED]
+COUPLED = [c for c in CONFIGS if c.behaviour == "rollout"]
 
 loss_of = jax.jit(policy_loss, static_argnums=0)
 gradient = jax.jit(
@@ -32,32 +39,48 @@ def oracle(
 ) -> dict[str, float]:
     """Token by token, from the formulas, in float64."""
     sums = dict.fromkeys(FIELDS, 0.0)
+    if proximal is None:
+        proximal = log_prob
     for b in range(len(mask)):
         length = sum(mask[b])
-        share = 1.0 if config.aggregate == "token" else 1 / max(length, 1)
+        share = {"token": 1.0, "sequence": 1 / max(length, 1), "constant": 1 / max(config.budget, 1)}[config.aggregate]
         sums["weight"] += length if config.aggregate == "token" else length > 0
-        for t in np.flatnonzero(mask[b]):
-            factor, near = 1.0, float(behaviour[b, t])
-            if stale[b]:
-                importance, near = math.exp(float(proximal[b, t]) - near), float(proximal[b, t])
-                factor = min(importance, config.importance_cap)
-                sums["stale"] += 1
+        tokens = np.flatnonzero(mask[b])
+        decoupled = stale[b] or config.behaviour != "rollout"
+        weighted = stale[b] or config.behaviour == "corrected"
+        near = {t: float(proximal[b, t] if decoupled else behaviour[b, t]) for t in tokens}
+        ratios = {t: math.exp(float(log_prob[b, t]) - near[t]) for t in tokens}
+        weights = {t: math.exp(float(proximal[b, t]) - float(behaviour[b, t])) for t in tokens}
+        if config.ratio == "sequence":
+            ratios, weights = ({t: math.prod(x.values()) ** (1 / length) for t in tokens} for x in (ratios, weights))
+        for t in tokens:
+            factor, ratio = 1.0, ratios[t]
+            if weighted:
+                factor = min(weights[t], config.importance_cap)
+                sums["weighted"] += 1
                 sums["importance"] += factor
-                sums["truncated"] += importance >= config.importance_cap
+                sums["truncated"] += weights[t] >= config.importance_cap
+            if stale[b]:
+                sums["stale"] += 1
             else:
-                sums["gap"] += abs(float(log_prob[b, t]) - near)
-            ratio = math.exp(float(log_prob[b, t]) - near)
+                mine = proximal if decoupled else log_prob
+                sums["gap"] += abs(float(mine[b, t]) - float(behaviour[b, t]))
             bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-            gain, bounded_gain = ratio * float(advantage[b]), bounded * float(advantage[b])
+            gain, held = ratio * float(advantage[b]), min(ratio * float(advantage[b]), bounded * float(advantage[b]))
+            if config.clip_dual and advantage[b] < 0:
+                held = max(held, config.clip_dual * float(advantage[b]))
             kl = 0.0
             if config.kl_coef > 0:
-                odds = math.exp(float(reference[b, t]) - float(log_prob[b, t]))
-                kl = odds - math.log(odds) - 1
-            sums["loss"] += share * (config.kl_coef * kl - factor * min(gain, bounded_gain))
+                log_odds = float(reference[b, t]) - float(log_prob[b, t])
+                kl = {"k1": -log_odds, "k2": log_odds**2 / 2, "k3": math.exp(log_odds) - log_odds - 1}[
+                    config.kl_estimator
+                ]
+            penalty = config.kl_coef * kl - config.entropy_coef * float(entropy[b, t])
+            sums["loss"] += share * (penalty - factor * held)
             sums["kl"] += share * kl
             sums["tokens"] += 1
             sums["entropy"] += float(entropy[b, t])
-            sums["clipped"] += bounded_gain < gain
+            sums["clipped"] += held != gain
             sums["ratio"] += ratio
     return sums
 
@@ -103,6 +126,9 @@ def test_equals_the_oracle(config):
 def test_the_gradient_is_that_of_the_oracle(config, case):
     """By central differences in float64; at a kink of the clip they would differ, but no case has one."""
     log_prob, *rest = case
+    if len(rest) == 5:
+        rest += [(False,) * B, log_prob]  # the proximal policy does not move with the policy
+    rest[5] = np.array(rest[5])
     got = gradient(log_prob, config, *rest)
     step = 1e-5
     for b in range(B):
@@ -127,7 +153,7 @@ def test_without_a_proximal_policy_it_is_the_policy_itself_and_a_constant(config
     assert got.any()
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", COUPLED, ids=str)
 def test_fresh_rows_do_not_look_at_the_proximal_policy(config):
     """To the bit: what stands in it, and whether staleness is spoken of at all."""
     log_prob, *rest = random_case(6)
@@ -240,10 +266,96 @@ def test_aggregation():
     entropy = np.array([[1, 100, 100], [2, 3, 4]], np.float32)
     case = (log_prob, entropy, log_prob, np.array([3, -1], np.float32), np.array([[1, 0, 0], [1, 1, 1]], bool))
     common = {"kl": 0, "tokens": 4, "entropy": 10, "clipped": 0, "ratio": 4, "gap": 0}
-    common |= {"stale": 0, "importance": 0, "truncated": 0}
-    # Each response counts once: -3 + 1, over 2. Each token counts once: -3 + 3, over 4.
+    common |= {"stale": 0, "weighted": 0, "importance": 0, "truncated": 0}
+    # Each response counts once: -3 + 1, over 2. Each token counts once: -3 + 3, over 4. By a budget of 6 tokens:
+    # -3/6 + 3/6, over 2.
     assert_sums(loss_of(SEQUENCE, *case), {**common, "loss": -2, "weight": 2})
     assert_sums(loss_of(TOKEN, *case), {**common, "loss": 0, "weight": 4})
+    assert_sums(loss_of(LossConfig(aggregate="constant", budget=6), *case), {**common, "loss": 0, "weight": 2})
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "clipped"),
+    [
+        (4.0, -2.0, 6.0, 0.0, 1),  # bad and four times as likely: counts three times
+        (2.5, -2.0, 5.0, 5.0, 0),
+        (0.5, -2.0, 1.6, 0.0, 1),  # the usual clip goes on
+        (4.0, 2.0, -2.6, 0.0, 1),
+        (1.0, -2.0, 2.0, 2.0, 0),
+    ],
+)
+def test_the_dual_clip(ratio, advantage, loss, slope, clipped):
+    sums, got_slope = one_token(LossConfig(clip_low=0.2, clip_high=0.3, clip_dual=3.0), ratio, advantage)
+    assert float(sums.loss) == pytest.approx(loss, rel=1e-6)
+    assert got_slope == pytest.approx(slope, rel=1e-6)
+    assert float(sums.clipped) == clipped
+
+
+def test_the_ratio_of_a_response():
+    """Log-ratios of 0.3 and -0.1, and of 0.3 alone: the responses' ratios are exp(0.1) and exp(0.3)."""
+    config = LossConfig(ratio="sequence", clip_low=0.1, clip_high=0.2)
+    log_prob = np.full((2, 2), -1, np.float32)
+    behaviour = log_prob - np.array([[0.3, -0.1], [0.3, 9]], np.float32)
+    mask = np.array([[1, 1], [1, 0]], bool)
+    case = (np.zeros((2, 2), np.float32), behaviour, np.array([2, 2], np.float32), mask)
+    sums = loss_of(config, log_prob, *case)
+    assert float(sums.ratio) == pytest.approx(2 * math.exp(0.1) + math.exp(0.3), rel=1e-6)
+    assert float(sums.loss) == pytest.approx(-2 * math.exp(0.1) - 2 * 1.2, rel=1e-6)
+    assert float(sums.clipped) == 1
+    slopes = gradient(log_prob, config, *case)
+    np.testing.assert_allclose(slopes, [[-math.exp(0.1), -math.exp(0.1)], [0, 0]], rtol=1e-6)
+    # GSPO-token: each token's own advantage, the clip by the response's ratio.
+    case = (case[0], behaviour, np.array([[2, -1], [-3, 0]], np.float32), mask)
+    assert float(loss_of(config, log_prob, *case).loss) == pytest.approx(
+        -math.exp(0.1) / 2 + 3 * math.exp(0.3), rel=1e-6
+    )
+    slopes = gradient(log_prob, config, *case)
+    np.testing.assert_allclose(slopes, [[-math.exp(0.1), math.exp(0.1) / 2], [3 * math.exp(0.3), 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("config", [TOKEN_WITH_KL, GSPO_CORRECTED], ids=str)
+def test_advantages_of_tokens(config):
+    """A response's advantage, given to each of its tokens, changes nothing."""
+    log_prob, entropy, behaviour, advantage, *rest = stale_case(2)
+    of_tokens = np.repeat(advantage[:, None], T, axis=1)
+    got, want = (loss_of(config, log_prob, entropy, behaviour, a, *rest) for a in (of_tokens, advantage))
+    assert_sums(got, {name: float(getattr(want, name)) for name in FIELDS})
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_first_update_is_plain_policy_gradient(config):
+    """Where rollout, learner and reference agree: each token's advantage, no clip at work; k1 pulls at all alike."""
+    log_prob, entropy, _, advantage, mask, _ = random_case(4)
+    case = (entropy, log_prob, advantage, mask, log_prob)
+    sums = loss_of(config, log_prob, *case)
+    assert float(sums.clipped) == float(sums.gap) == 0
+    length = mask.sum(1, keepdims=True)
+    share = {"token": 1.0, "sequence": 1 / np.maximum(length, 1), "constant": 1 / 7}[config.aggregate]
+    pull = config.kl_coef if config.kl_estimator == "k1" else 0.0
+    want = np.where(mask, share * (pull - advantage[:, None]), 0.0)
+    np.testing.assert_allclose(gradient(log_prob, config, *case), want, rtol=1e-6, atol=1e-7)
+
+
+def test_the_mean_gradients_of_the_kl_penalties():
+    """Over all tokens of a policy, each as often as it is drawn: k1's is 0, k2's that of KL(policy || reference), k3's
+    that of KL(reference || policy), with respect to the logits.
+    """
+    rng = np.random.default_rng(9)
+    logits, reference = rng.normal(0, 1, 6), np.log(rng.dirichlet(np.ones(6)))
+    log_prob = logits - np.log(np.exp(logits).sum())
+    p, q = np.exp(log_prob), np.exp(reference)
+    want = {"k1": np.zeros(6), "k2": p * (log_prob - reference - p @ (log_prob - reference)), "k3": p - q}
+    for name, mean in want.items():
+        config = LossConfig(kl_coef=1.0, kl_estimator=name)
+        column = [np.float32(x)[:, None] for x in (log_prob, reference)]
+        rest = (np.zeros((6, 1), np.float32), column[0], np.zeros(6, np.float32), np.ones((6, 1), bool), column[1])
+        slopes = np.asarray(gradient(column[0], config, *rest), np.float64)[:, 0]
+        # d log p_i / d logits is e_i - p.
+        got = (p * slopes) @ (np.eye(6) - p)
+        np.testing.assert_allclose(got, mean, atol=1e-6)
+        value = float(loss_of(config, column[0], *rest).loss)
+        x = log_prob - reference
+        assert value == pytest.approx({"k1": x, "k2": x**2 / 2, "k3": np.exp(-x) - 1 + x}[name].sum(), rel=1e-5)
 
 
 # --- masks ----------------------------------------------------------------------------------------------------
@@ -291,6 +403,8 @@ def test_micro_batches_add_up(seed, config):
     whole = loss_of(config, *case)
     pieces = [loss_of(config, *(x[b : b + 1] for x in case)) for b in range(B)]
     assert_sums(whole, {name: sum(float(getattr(p, name)) for p in pieces) for name in FIELDS}, atol=1e-5)
+    order = np.random.default_rng(seed).permutation(B)
+    assert_sums(loss_of(config, *(x[order] for x in case)), {n: float(getattr(whole, n)) for n in FIELDS}, atol=1e-5)
 
 
 # --- configs --------------------------------------------------------------------------------------------------
@@ -304,7 +418,13 @@ def test_micro_batches_add_up(seed, config):
         ({"kl_coef": math.nan}, r"^grpo.kl_coef=nan: must not be negative$"),
         ({"importance_cap": 0.99}, r"^grpo.importance_cap=0.99: must be at least 1$"),
         ({"importance_cap": math.nan}, r"^grpo.importance_cap=nan: must be at least 1$"),
-        ({"aggregate": "mean"}, r"^grpo.aggregate='mean': must be one of sequence, token$"),
+        ({"aggregate": "mean"}, r"^grpo.aggregate='mean': must be one of sequence, token, constant$"),
+        ({"aggregate": "constant"}, r"^grpo.aggregate='constant': divides by a budget of 0 tokens; needs 1 or more$"),
+        ({"ratio": "group"}, r"^grpo.ratio='group': must be one of token, sequence$"),
+        ({"clip_dual": 1.0}, r"^grpo.clip_dual=1.0: must be above 1, or 0 for off$"),
+        ({"kl_estimator": "k4"}, r"^grpo.kl_estimator='k4': must be one of k1, k2, k3$"),
+        ({"entropy_coef": -0.1}, r"^grpo.entropy_coef=-0.1: must not be negative$"),
+        ({"behaviour": "stale"}, r"^grpo.behaviour='stale': must be one of rollout, recomputed, corrected$"),
     ],
 )
 def test_impossible_configs_are_refused(change, message):

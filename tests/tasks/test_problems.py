@@ -21,7 +21,7 @@ DIFFICULTIES = (2, 3, 4, 5, 6)
 
 def task(name="arithmetic", **fields) -> Task:
     defaults = {"path": "", "seed": 0, "train_size": 20, "eval_size": 10, "difficulties": DIFFICULTIES}
-    return Task(name=name, system_prompt="", **(defaults | fields))
+    return Task(name=name, system_prompt="", chat_date="2024-07-26", **(defaults | fields))
 
 
 # --- arithmetic -----------------------------------------------------------------------------------------------

@@ -8,6 +8,9 @@ import pytest
 
 from configs.math_grpo import VARIANTS, get_config
 from rhyme_jax.errors import InputError
+from rhyme_jax.grpo.advantages import AdvantageConfig
+from rhyme_jax.grpo.losses import LossConfig
+from rhyme_jax.grpo.presets import PRESETS
 from rhyme_jax.histopipe.plan import LAYOUTS
 from rhyme_jax.histospec.drafts import DraftRules
 from rhyme_jax.histospec.sampling import SamplingParams
@@ -97,6 +100,57 @@ def test_presets(changes, sources, weight, window, min_prob):
     assert (draft.vote_weight, draft.window_rule) == (weight, window)
 
 
+@pytest.mark.parametrize(
+    ("changes", "loss", "advantages", "rounds"),
+    [
+        ({"grpo.preset": "grpo"}, {}, {}, 1),
+        ({"grpo.preset": "dr_grpo"}, {"aggregate": "constant"}, {"normalize_std": "none"}, 1),
+        ({"grpo.preset": "dapo"}, {"aggregate": "token", "clip_high": 0.28}, {"overlong_buffer": 13}, 4),
+        ({"grpo.preset": "gspo"}, {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}, {}, 1),
+        (
+            {"grpo.preset": "rloo"},
+            {"aggregate": "constant"},
+            {"baseline": "leave_one_out", "normalize_std": "none"},
+            1,
+        ),
+        ({"grpo.preset": "reinforce"}, {"aggregate": "constant"}, {"baseline": "batch", "normalize_std": "none"}, 1),
+        (
+            {"grpo.preset": "reinforce++", "grpo.kl_coef": 0.1},
+            {"aggregate": "token", "kl_estimator": "k1"},
+            {"baseline": "none", "normalize_std": "batch", "kl_coef": 0.1},
+            1,
+        ),
+        (
+            {"grpo.preset": "reinforce++_baseline", "grpo.kl_coef": 0.1},
+            {"aggregate": "token", "kl_estimator": "k2", "kl_coef": 0.1},
+            {"normalize_std": "batch"},
+            1,
+        ),
+        # A field of its own goes before the preset's.
+        (
+            {
+                "grpo.preset": "dapo",
+                "grpo.overlong_buffer": 0,
+                "grpo.sampling_rounds": 1,
+                "grpo.clip_high": 0.3,
+                "grpo.aggregate": "sequence",
+                "grpo.mask_truncated": True,
+            },
+            {"clip_high": 0.3},
+            {"mask_truncated": True},
+            1,
+        ),
+        ({"grpo.clip_low": 0.0, "grpo.entropy_coef": 0.01}, {"clip_low": 0.0, "entropy_coef": 0.01}, {}, 1),
+    ],
+    ids=str,
+)
+def test_recipes(changes, loss, advantages, rounds):
+    grpo = Settings.from_config(config(changes)).grpo
+    assert grpo.loss(64) == LossConfig(budget=64, **loss)
+    assert grpo.advantages(64) == AdvantageConfig(budget=64, **advantages)
+    assert grpo.rounds == rounds
+
+
 def test_derived_settings():
     settings = Settings.from_config(config({"steps": 10, "grpo.updates_per_batch": 3, "optimizer.b1": 0.8}))
     assert settings.total_updates == 30
@@ -106,8 +160,9 @@ def test_derived_settings():
     assert (engine.eos_ids, engine.prompt_slots, engine.draft_buckets) == ((2, 5), 19, (1, 4, 8, 16))
     assert (engine.chunk, engine.max_rows, engine.window, engine.by_length) == (32, 256, "marginal", False)
     assert engine.rules == DraftRules(("history", "siblings", "self"), min_match=3, min_prob=0.1)
-    loss = settings.grpo.loss()
-    assert (loss.clip_low, loss.clip_high, loss.kl_coef, loss.aggregate) == (0.2, 0.2, 0.0, "sequence")
+    assert settings.grpo.loss(64) == LossConfig(budget=64)
+    assert settings.grpo.advantages(64) == AdvantageConfig(budget=64)
+    assert Settings.from_config(config({"grpo.minibatches": 4})).total_updates == 30 * 4
     optimizer = settings.optimizer.config(settings.total_updates)
     assert (optimizer.total_updates, optimizer.b1, optimizer.warmup_updates) == (30, 0.8, 5)
 
@@ -249,8 +304,24 @@ OUT_OF_RANGE = [
     ("grpo.clip_low", -0.2, NOT_NEGATIVE),
     ("grpo.clip_high", -0.2, NOT_NEGATIVE),
     ("grpo.kl_coef", -0.1, NOT_NEGATIVE),
-    ("grpo.aggregate", "mean", "must be one of sequence, token"),
+    ("grpo.preset", "ppo", f"must be one of {', '.join(PRESETS)}"),
+    ("grpo.baseline", "mean", "must be one of preset, group, leave_one_out, batch, none"),
+    ("grpo.normalize_std", "max", "must be one of preset, group, batch, none"),
+    ("grpo.ratio", "group", "must be one of preset, token, sequence"),
+    ("grpo.aggregate", "mean", "must be one of preset, sequence, token, constant"),
+    ("grpo.clip_dual", 0.5, "must be above 1, or 0 for off"),
+    ("grpo.kl_in", "advantage", "must be one of preset, loss, reward"),
+    ("grpo.kl_estimator", "k4", "must be one of preset, k1, k2, k3"),
+    ("grpo.entropy_coef", -0.1, NOT_NEGATIVE),
+    ("grpo.overlong_buffer", -2, "must be 0 (off) or more, or -1 for the preset's"),
+    ("grpo.overlong_buffer", 65, "must be from 0 to rollout.max_new_tokens=64"),
+    ("grpo.overlong_factor", 0.0, POSITIVE),
+    ("grpo.sampling_rounds", 0, "must be 1 (off) or more, or -1 for the preset's"),
+    ("grpo.sampling_rounds", 65, "must be at most 64"),
     ("grpo.updates_per_batch", 0, AT_LEAST_1),
+    ("grpo.minibatches", 0, AT_LEAST_1),
+    ("grpo.minibatches", 3, "must divide rollout.prompts_per_step * samples_per_prompt=256"),
+    ("grpo.behaviour", "stale", "must be one of rollout, recomputed, corrected"),
     ("grpo.importance_cap", 0.5, "must be at least 1"),
     ("pipeline.mode", "async", "must be one of sync, balanced, cross_step"),
     ("pipeline.layout", "random", f"must be one of {', '.join(LAYOUTS)}"),
@@ -269,6 +340,9 @@ OUT_OF_RANGE = [
     ("optimizer.weight_decay", -0.1, NOT_NEGATIVE),
     ("optimizer.clip_norm", 0.0, POSITIVE),
     ("optimizer.micro_batches", 0, AT_LEAST_1),
+    ("optimizer.vocab_block", -1, "must not be negative; 0 is all at once"),
+    ("lora.rank", -1, "must be at least 0"),
+    ("lora.alpha", 0.0, "must be a positive number"),
     ("eval.every", 0, AT_LEAST_1),
     ("checkpoint.every", 0, AT_LEAST_1),
     ("checkpoint.keep", 0, AT_LEAST_1),
@@ -299,3 +373,58 @@ def test_a_layout_that_would_do_nothing_is_refused():
     assert refusal({"pipeline.mode": "sync", "pipeline.layout": "paper"}) == (
         "pipeline.layout='paper': pipeline.mode='sync' knows equal shares only"
     )
+
+
+ALONE = {"pipeline.learner_devices": 1}
+GROUP_BY_GROUP = "pipeline.learner_devices=1: learns group by group; "
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"grpo.baseline": "none"},
+            "grpo.normalize_std='group': needs grpo.baseline='group' or 'leave_one_out', not 'none'",
+        ),
+        (
+            {"grpo.kl_in": "reward", "grpo.kl_estimator": "k3"},
+            "grpo.kl_estimator='k3': grpo.kl_in='reward' takes the log ratio itself, 'k1'",
+        ),
+        ({"grpo.kl_in": "reward", "grpo.kl_coef": -1.0}, "grpo.kl_coef=-1.0: must not be negative"),
+        ({**ALONE, "grpo.preset": "reinforce"}, GROUP_BY_GROUP + "grpo.baseline='batch' needs the whole batch"),
+        ({**ALONE, "grpo.preset": "reinforce++"}, GROUP_BY_GROUP + "grpo.normalize_std='batch' needs the whole batch"),
+        (
+            {**ALONE, "grpo.kl_in": "reward", "grpo.kl_coef": 0.1},
+            GROUP_BY_GROUP + "grpo.kl_in='reward' needs the whole batch",
+        ),
+        ({**ALONE, "grpo.minibatches": 2}, GROUP_BY_GROUP + "grpo.minibatches=2 needs the whole batch"),
+        (
+            {**ALONE, "grpo.preset": "dapo"},
+            "grpo.sampling_rounds=4: needs pipeline.learner_devices=0; groups are chosen when all are graded",
+        ),
+        (
+            {"grpo.preset": "dapo", "pipeline.mode": "cross_step", "pipeline.slices": 2},
+            "grpo.sampling_rounds=4: does not go with pipeline.mode='cross_step', which begins the next step early",
+        ),
+        (
+            {"grpo.preset": "dapo", "rollout.noise": "coupled"},
+            "grpo.sampling_rounds=4: needs rollout.noise='fresh'; 'coupled' would repeat a prompt's responses",
+        ),
+        (
+            {"grpo.preset": "reinforce", "grpo.sampling_rounds": 2, "rollout.samples_per_prompt": 1},
+            "grpo.sampling_rounds=2: the rewards of a group of rollout.samples_per_prompt=1 cannot differ",
+        ),
+        (
+            {"grpo.preset": "dapo", "steps": 2**24 + 1},
+            "steps=16777217: must not exceed 16777216 with grpo.sampling_rounds=4",
+        ),
+    ],
+    ids=str,
+)
+def test_losses_that_do_not_go_with_the_rest(changes, message):
+    assert refusal(changes) == message
+
+
+@pytest.mark.parametrize("preset", ["reinforce", "reinforce++"])
+def test_groups_of_one_where_no_group_is_asked_about(preset):
+    Settings.from_config(config({"grpo.preset": preset, "rollout.samples_per_prompt": 1}))

@@ -63,7 +63,7 @@ def test_an_existing_directory_without_a_run_is_used(tmp_path):
         ({"rollout__temperature": 0.5}, "config.rollout.temperature=1.0, now 0.5"),
         ({"draft__buckets": (1, 4)}, "config.draft.buckets=[1, 4, 8, 16], now [1, 4]"),
         ({"init__weights": "smollm2"}, "config.init.weights='embedded:tiny', now 'smollm2'"),
-        ({"optimizer__remat": True}, "config.optimizer.remat=False, now True"),
+        ({"optimizer__remat": "full"}, "config.optimizer.remat='none', now 'full'"),
         ({"optimizer__schedule": "cosine"}, "config.optimizer.schedule='constant', now 'cosine'"),
         ({"mesh__data": 1}, "config.mesh.data=-1, now 1"),
     ],
@@ -83,7 +83,7 @@ def test_fields_that_came_or_went_are_refused(tmp_path):
     del older["grpo"]["extra"]
     other = tmp_path / "other"
     Workdir(other).prepare(ml_collections.ConfigDict(older))
-    assert refusal(other).startswith("holds a run with config.grpo.normalize_std=None, now True;")
+    assert refusal(other).startswith("holds a run with config.grpo.normalize_std=None, now 'preset';")
 
 
 def test_fields_that_may_change(tmp_path):
