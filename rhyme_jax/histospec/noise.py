@@ -6,7 +6,7 @@ rollout. Each key is folded in, never carried.
 
 The *noise word* says which noise a rollout meets:
 
-- fresh noise: the training step, so that no two steps share any;
+- fresh noise: the training step (and, above its bits, the round of dynamic sampling), so that no two share any;
 - coupled noise: a round that the step is left out of, so that a prompt's i-th sample meets the same noise in every
   epoch of the round. The draw is a Gumbel-max race (`sampling`), so an unchanged policy repeats its response, and a
   slightly changed one mostly does: two policies at total variation distance d draw the same token with probability
