@@ -95,8 +95,8 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     # "reinforce++_baseline": what fields at "preset" (numbers: -1) are, see docs/losses.md
     c.grpo.baseline = (
         "preset"  # of rewards: the mean of the "group" | of its others: "leave_one_out" | of the "batch" |
-        # "none"
     )
+    # "none"
     c.grpo.normalize_std = "preset"  # divides advantages: deviation of the "group" | of the "batch"'s tokens | "none"
     c.grpo.ratio = "preset"  # of policies, and its clip: of each "token" | of the whole response: "sequence" (GSPO)
     c.grpo.clip_low = -1.0  # the ratio counts from 1 - clip_low ...
@@ -110,12 +110,15 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     c.grpo.entropy_coef = 0.0  # bonus for entropy; 0 is off
     c.grpo.overlong_buffer = -1  # the last so many tokens of the budget cost up to overlong_factor reward; 0 is off
     c.grpo.overlong_factor = 1.0
-    c.grpo.mask_truncated = False  # whether responses cut off by the budget are left out of the loss (not of baselines)
+    c.grpo.mask_truncated = (
+        False  # whether responses cut off by the budget are left out of the loss (not of baselines of
+    )
+    # their group)
     c.grpo.sampling_rounds = -1  # dynamic sampling: a step rolls out up to so many batches of prompts, until
     # prompts_per_step groups have rewards that differ, and learns from these; 1 is off
     c.grpo.updates_per_batch = 1  # passes over each batch of rollouts
     c.grpo.minibatches = 1  # optimizer steps of a pass, on shuffled parts of the batch
-    c.grpo.behaviour = "rollout"  # ratios and clips are against log-probs of the "rollout" | those "recomputed" by the
+    c.grpo.behaviour = "preset"  # ratios and clips are against log-probs of the "rollout" | "recomputed" by the
     # learner before the first update | the latter, and tokens weighted by learner / rollout: "corrected"
     c.grpo.importance_cap = 2.0  # largest importance weight of a token that is stale (cross_step) or corrected
 

@@ -44,6 +44,10 @@ class Setting:
     remat: str
     vocab_block: int
 
+    def __str__(self) -> str:
+        logits = f"in blocks of {self.vocab_block}" if self.vocab_block else "whole"
+        return f"{self.dtype}, remat {self.remat}, logits {logits}"
+
 
 def run(config: ml_collections.ConfigDict, console: Console) -> dict:
     """Runs the benchmark of a config (`configs/bench_training.py`) and returns what belongs in its JSON file."""

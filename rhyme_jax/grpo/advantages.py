@@ -5,7 +5,7 @@ Two steps, for what groups say can be learned from while other groups are still 
 1. `group_advantages`: within each group of C responses to one prompt, from its rewards alone;
 2. `batch_advantages`: what needs the whole batch (its mean, its standard deviation) or a reference policy.
 
-All of it in float64 on the host, and exactly 0 where rewards are equal.
+All of it in float64 on the host. Relative to a group, advantages are exactly 0 where its rewards are equal.
 
 Suffix letters: N rows of a batch, G groups of C samples, T response positions.
 """

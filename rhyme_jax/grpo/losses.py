@@ -201,5 +201,5 @@ def policy_loss(
         stale=total(stale_BT),
         weighted=total(weighted_BT),
         importance=total(factor_BT * weighted_BT),
-        truncated=total(weighted_BT & (importance_BT >= config.importance_cap)),
+        truncated=total(weighted_BT & (importance_BT > config.importance_cap)),
     )

@@ -56,6 +56,7 @@ class Span:
     alive: int  # rows at the end of it
     chunk: Chunk
     evidence: Tally | None  # what became of drafts, see `Session`
+    round: int = 0  # of sampling within the step
 
 
 class Flight:
@@ -68,9 +69,11 @@ class Flight:
         plan: Plan,
         forecast: Forecast | None = None,
         describe: Callable[[int], str] = lambda group: f"group {group}",
+        round: int = 0,
     ):
-        """`describe`: what to call a group in an error."""
+        """`describe`: what to call a group in an error. `round`: of sampling within the step."""
         self.step, self.job, self.plan, self.forecast, self.describe = step, job, plan, forecast, describe
+        self.round = round
         self.group_N = np.array([r.group for r in job.requests])
         self.here_N = np.zeros(len(job.requests), bool)  # rolled out on slices of this process
         self.version_N = np.full(len(job.requests), -1)  # of the policy that decodes; -1: not begun
@@ -217,7 +220,9 @@ class Dispatcher:
         s.clock += chunk.iterations * s.engine.costs.seconds(chunk.rows, chunk.slots, chunk.k)
         end = time.monotonic() if s.ended is None else s.ended
         alive = int(session.active_B.sum())
-        self.spans.append(Span(flight.step, s.number, s.started, end, groups, alive, chunk, session.evidence[-1]))
+        self.spans.append(
+            Span(flight.step, s.number, s.started, end, groups, alive, chunk, session.evidence[-1], flight.round)
+        )
         now = s.clock
         for n, to in s.leaving:
             if n in session.running and self._takes(self.slices[to], flight, s.weights):

@@ -216,7 +216,8 @@ def _gradients(head: _Head, hidden_BTD, table, labels_BT, log_total_BT, entropy_
 
     carry = jnp.zeros(hidden_ND.shape, jnp.float32), jnp.zeros(table.shape, jnp.float32)
     hidden_grad_ND, table_grad = head.walk(step, carry, size)
-    hidden_grad_ND, table_grad = head.sum(hidden_grad_ND, "tensor"), head.sum(table_grad, "data")
-    if head.mesh is not None:
+    hidden_grad_ND = head.sum(hidden_grad_ND, "tensor")
+    if head.mesh is not None:  # cut up over fsdp first, so that what is summed over data is small
         table_grad = jax.lax.psum_scatter(table_grad, "fsdp", scatter_dimension=1 - head.axis, tiled=True)
+    table_grad = head.sum(table_grad, "data")
     return hidden_grad_ND.reshape(hidden_BTD.shape).astype(dtype), table_grad.astype(stored)

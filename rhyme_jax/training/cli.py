@@ -85,8 +85,7 @@ def _run(work: Callable[[], None], parse: Callable) -> None:
         except InputError as e:
             _refuse(str(e))
         except RunError as e:
-            sys.stderr.write(f"error: {e}\n")
-            sys.exit(FAILED)
+            _end(str(e), FAILED)
 
     app.run(main, flags_parser=parse)
 
@@ -118,5 +117,10 @@ def _fields(config: ml_collections.ConfigDict) -> dict:
 
 
 def _refuse(message: str) -> NoReturn:
-    sys.stderr.write(f"error: {message}\n")
-    sys.exit(BAD_INPUT)
+    _end(message, BAD_INPUT)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    """One line, also where a message names a file or a weight whose name has line breaks."""
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    sys.exit(code)

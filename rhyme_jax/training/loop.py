@@ -16,11 +16,11 @@ way when a run evaluates or saves, so that a checkpoint holds no half-made rollo
 A run starts from the first of these that exists: (1) the newest checkpoint of its own workdir; (2) `init.weights`.
 """
 
+import contextlib
 import dataclasses
-import functools
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import ml_collections
@@ -38,7 +38,7 @@ from rhyme_jax.histospec.budget import CostTable, Tally
 from rhyme_jax.histospec.drafts import HistoryBlock
 from rhyme_jax.histospec.rollouts import Request, Rollouts
 from rhyme_jax.histospec.telemetry import EpochCounts, draft_metrics, predicted
-from rhyme_jax.models.export import keep_model_files
+from rhyme_jax.models.export import check_model_files, keep_model_files
 from rhyme_jax.models.load import Model, open_model
 from rhyme_jax.tasks.graders import Graders
 from rhyme_jax.tasks.problems import Problem, load_problems
@@ -119,13 +119,15 @@ class Trainer:
 
         # Last, so that refused input leaves nothing behind.
         self.workdir = Workdir(workdir, writes=distributed.is_primary())
+        if self.workdir.writes:
+            check_model_files(loaded, self.workdir.model)
         self.workdir.prepare(config)
         try:
-            if distributed.is_primary():
+            if self.workdir.writes:
                 keep_model_files(loaded, self.workdir.model)
             self._open(loaded, costs)
         except BaseException:
-            self.workdir.release()
+            self.workdir.abandon()
             raise
 
     def _open(self, initial: Model, costs: CostTable | None) -> None:
@@ -203,12 +205,11 @@ class Trainer:
         if not self.sampler.slices.colocated:
             sources = [w for w in (before, current) if w is not None]
             gradients = GradientStream(self.learner, self.state, self.reference, self.batch, step, sources)
-        began = self._seconds()
-        with watch("rollout"):
+        rollouts = []
+        with watch("rollout"), self._interval(rollouts):
             if begins:
                 self.sampler.sampled.launch(current.flight)
             self._roll_out(current, before, gradients)
-        bubbles = functools.partial(timeline.bubble_ratios, start=began, end=self._seconds())
         if step == s.steps - 1:
             with watch("compare"):
                 self.progress.comparison = self.sampler.compare_with_plain(current.flight)
@@ -218,10 +219,9 @@ class Trainer:
         while len(rounds) < s.grpo.rounds and self._informative(batch).sum() < s.rollout.prompts_per_step:
             with watch("plan"):
                 rounds.append(self._begin(step, len(rounds)))
-            with watch("rollout"):
+            with watch("rollout"), self._interval(rollouts):
                 self.sampler.sampled.launch(rounds[-1].flight)
                 self._roll_out(rounds[-1], None, None)
-            bubbles = functools.partial(timeline.bubble_ratios, start=began, end=self._seconds())
             with watch("grade"):
                 more, more_spans = self._settle(rounds[-1], None, 0.0)
                 spans += more_spans
@@ -230,7 +230,8 @@ class Trainer:
             learned = self._update(batch, gradients)
         with watch("record"):
             self._record(batch, spans, rounds)
-        metrics = self._metrics(batch, rounds, learned) | bubbles(spans, self.sampler.slices.total)
+        metrics = self._metrics(batch, rounds, learned)
+        metrics |= timeline.bubble_ratios(spans, self.sampler.slices.total, rollouts)
         if self.progress.steps % s.eval.every == 0 or self.progress.steps == s.steps:
             with watch("eval"):
                 metrics |= self._evaluate()
@@ -244,6 +245,13 @@ class Trainer:
     def _seconds(self) -> float:
         """Of training so far, over all starts of the run."""
         return time.monotonic() - self.started
+
+    @contextlib.contextmanager
+    def _interval(self, intervals: list[tuple[float, float]]) -> Iterator[None]:
+        """Adds when, in seconds of training, the block began and ended."""
+        began = self._seconds()
+        yield
+        intervals.append((began, self._seconds()))
 
     def _weights(self) -> None:
         """Has the slices hold the newest policy."""
@@ -283,7 +291,7 @@ class Trainer:
         """Plans a step, or one of its later rounds of sampling; its rollouts are then under way."""
         epoch, visit = self.stream.progress, self.stream.epoch
         prompts, requests, history, forecast = self.plan(step, number)
-        flight = self.sampler.plan(step, requests, history, forecast, _namer(prompts), self._goes_on(step))
+        flight = self.sampler.plan(step, requests, history, forecast, _namer(prompts), self._goes_on(step), number)
         begun = StepRollouts(prompts, flight, epoch, ends_epoch=self.stream.epoch > visit)
         self.under_way.append(begun)
         return begun
@@ -379,7 +387,7 @@ class Trainer:
         self.progress.steps = step + 1
         self.progress.stream = self.stream.position()
         self.workdir.write_samples(step + 1, batch.records(step, self.tokenizer.decode))
-        plans = [timeline.plan_record(step, r.flight.plan) for r in rounds]
+        plans = [timeline.plan_record(step, r.flight.round, r.flight.plan) for r in rounds]
         self.timeline.write(*plans, *timeline.span_records(spans))
 
     def _metrics(self, batch: Graded, rounds: list[StepRollouts], learned: dict[str, float]) -> dict:
@@ -538,13 +546,13 @@ def train(config: ml_collections.ConfigDict, workdir: str, devices=None) -> dict
 
     Raises:
       InputError: what was asked for is impossible.
-      RunError: a device or a grader failed; says from which step the run can go on.
+      RunError: a device or a grader failed, or the loss is not finite; says from which step the run can go on.
     """
     console = Console() if distributed.is_primary() else Console(io.StringIO())
     trainer = Trainer(config, workdir, console, devices)
     try:
         result = trainer.run()
-    except RunError as e:
+    except (RunError, FloatingPointError) as e:
         trainer.checkpoints.wait()
         saved = trainer.checkpoints.latest
         goes_on = f"the same command with --workdir={workdir} goes on after step {saved}"

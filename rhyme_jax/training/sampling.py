@@ -203,6 +203,7 @@ class Sampler:
         forecast: Forecast,
         describe: Callable[[int], str],
         goes_on: bool,
+        round: int = 0,
     ) -> Flight:
         """Lays a step's rollouts out over the slices, ready for `sampled.launch`.
 
@@ -211,6 +212,7 @@ class Sampler:
           forecast: of the responses to each prompt.
           describe: what an error calls a group.
           goes_on: whether slices may go on to the next step while others still do this one.
+          round: of sampling within the step.
         """
         s = self.settings
         job = self.engine.job(requests, history, self.slices.total, s.pipeline.migrates)
@@ -228,7 +230,7 @@ class Sampler:
             busy_S = self.sampled.busy_seconds
             mode = "cross_step" if goes_on else "balanced"  # where all is waited for, none may lag
         plan = make_plan(work, self.slices.total, cost, mode, s.pipeline.layout, step, busy_S)
-        return Flight(step, job, plan, forecast, describe)
+        return Flight(step, job, plan, forecast, describe, round)
 
     def _cost(self, shapes: Shapes) -> SliceCost:
         """What the planner goes by: measured costs, and drafts that yield what those of the last step did."""

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import ml_collections
+import numpy as np
 
 from rhyme_jax.errors import InputError
 from rhyme_jax.grpo import presets
@@ -27,6 +28,8 @@ from rhyme_jax.histospec.presets import PRESETS
 from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.models.config import DTYPES
 from rhyme_jax.models.lora import LoraConfig
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def one_of(name: str, value: str, choices) -> None:
@@ -231,9 +234,9 @@ class Grpo:
             ("aggregate", AGGREGATES),
             ("kl_in", KL_PLACES),
             ("kl_estimator", KL_ESTIMATORS),
+            ("behaviour", BEHAVIOURS),
         ):
             one_of(f"grpo.{name}", getattr(self, name), (PRESET, *choices))
-        one_of("grpo.behaviour", self.behaviour, BEHAVIOURS)
         at_least("grpo", self, 1, "updates_per_batch", "minibatches")
         for name, off in (("overlong_buffer", 0), ("sampling_rounds", 1)):
             if not (value := getattr(self, name)) >= off and value != -1:
@@ -267,7 +270,7 @@ class Grpo:
             clip_dual=self.clip_dual,
             kl_estimator=self.of("kl_estimator"),
             entropy_coef=self.entropy_coef,
-            behaviour=self.behaviour,
+            behaviour=self.of("behaviour"),
             budget=budget,
         )
 
@@ -451,14 +454,18 @@ class Settings:
         if grpo.rounds == 1:
             return
         rounds = f"grpo.sampling_rounds={grpo.rounds}"
+        if (baseline := grpo.of("baseline")) in ("batch", "none"):
+            raise InputError(
+                f"{rounds}: sets aside groups of equal rewards, which grpo.baseline={baseline!r} learns from"
+            )
+        if advantages.kl_coef > 0:
+            raise InputError(f"{rounds}: sets aside groups of equal rewards, which grpo.kl_in='reward' learns from")
         if pipe.learner_devices:
             raise InputError(f"{rounds}: needs pipeline.learner_devices=0; groups are chosen when all are graded")
         if pipe.runs_ahead:
             raise InputError(f"{rounds}: does not go with pipeline.mode='cross_step', which begins the next step early")
         if rollout.noise == "coupled":
             raise InputError(f"{rounds}: needs rollout.noise='fresh'; 'coupled' would repeat a prompt's responses")
-        if rollout.samples_per_prompt == 1:
-            raise InputError(f"{rounds}: the rewards of a group of rollout.samples_per_prompt=1 cannot differ")
         if self.steps > 1 << ROUND_BITS:
             raise InputError(f"steps={self.steps}: must not exceed {1 << ROUND_BITS} with {rounds}")
 
@@ -499,6 +506,9 @@ def section(cls: type, values: dict, path: str) -> Any:
 
 
 def _typed(name: str, value: Any, kind: type) -> Any:
+    for number in value if isinstance(value, tuple | list) else (value,):
+        if type(number) is int and abs(number) >= 2**63:  # fields have ranges of their own, which go no further
+            raise InputError(f"config.{name}={repr(value)[:80]}: must be a number of at most 64 bits")
     if kind is float and type(value) is int:
         value = float(value)
     if kind is tuple and isinstance(value, list):
@@ -509,6 +519,8 @@ def _typed(name: str, value: Any, kind: type) -> Any:
         raise InputError(f"config.{name}={value!r}: must hold whole numbers")
     if kind is float and not math.isfinite(value):
         raise InputError(f"config.{name}={value!r}: must be finite")
+    if kind is float and abs(value) > _FLOAT32_MAX:
+        raise InputError(f"config.{name}={value!r}: must be finite in float32, whose largest number is 3.4e38")
     return value
 
 

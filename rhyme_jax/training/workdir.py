@@ -11,11 +11,13 @@ result.json            written when the run is complete
 lock                   held by the run that is using the directory
 """
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
 import math
 import pathlib
+import shutil
 import subprocess
 from collections.abc import Iterable
 from typing import Any
@@ -43,6 +45,8 @@ class Workdir:
         self.result = self.path / "result.json"
         self.cost_table = self.path / "cost_table.json"
         self.config = self.path / "config.json"
+        self._lock_file = self.path / "lock"
+        self._made: list[pathlib.Path] = []  # by `prepare`
 
     def prepare(self, config: ml_collections.ConfigDict) -> None:
         """Makes the directory and stores the config, or checks it against the one stored.
@@ -56,11 +60,12 @@ class Workdir:
             _check_same(stored, config.to_dict(), self.path)
         if not self.writes:
             return
+        self._made = [p for p in (self.path, self.config, self.model, self.samples, self._lock_file) if not p.exists()]
         try:
             self.samples.mkdir(parents=True, exist_ok=True)
             if stored is None:
                 write_json(self.config, {"config": config.to_dict(), **_environment()})
-            self._lock = (self.path / "lock").open("w")
+            self._lock = self._lock_file.open("w")
         except OSError as e:
             raise InputError(f"--workdir={self.path}: cannot be written ({e.strerror or e})") from e
         try:
@@ -73,6 +78,19 @@ class Workdir:
         """Lets other runs use the directory."""
         if self.writes:
             self._lock.close()
+
+    def abandon(self) -> None:
+        """`release`, of a run that could not begin: if the directory held none, it is as it was before `prepare`."""
+        self.release()
+        if self.writes and self.config in self._made:
+            for path in (self.config, self._lock_file):
+                path.unlink(missing_ok=True)
+            if self.model in self._made:
+                shutil.rmtree(self.model, ignore_errors=True)
+            for folder in (self.checkpoints, self.samples, self.path):
+                if folder in (*self._made, self.checkpoints):
+                    with contextlib.suppress(OSError):  # what is not empty stays
+                        folder.rmdir()
 
     def stored_config(self) -> dict | None:
         """The config of the run that the directory holds; None if it holds none.

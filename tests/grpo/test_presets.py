@@ -21,13 +21,14 @@ def test_the_document_lists_what_the_recipes_set():
             aggregate,
             tuple(kl.split(", ")),
             ("a fifth of the budget" in beside) * 0.2,
-            int(re.search(r"`sampling_rounds` (\d+)", beside)[1]) if beside else 1,
+            *(int(x) for x in re.findall(r"`sampling_rounds` (\d+)", beside) or ["1"]),
+            *(re.findall(r"`behaviour` (\w+)", beside) or ["rollout"]),
         )
     assert listed == {
         name: (
             *(p.baseline, p.normalize_std, p.ratio, p.clip_low, p.clip_high, p.aggregate),
             (p.kl_in, p.kl_estimator),
-            *(p.overlong_share, p.sampling_rounds),
+            *(p.overlong_share, p.sampling_rounds, p.behaviour),
         )
         for name, p in PRESETS.items()
     }

@@ -274,10 +274,20 @@ def test_timeline_adds_up():
         ends = [c["alive"] for c in chunks if c["slice"] == s]
         assert ends[-1] == 0
     start, end = min(s.start for s in dispatcher.spans), max(s.end for s in dispatcher.spans)
-    ratios = bubble_ratios(dispatcher.spans, SLICES, start, end)
+    ratios = bubble_ratios(dispatcher.spans, SLICES, [(start, end)])
     iterations = [sum(c["iterations"] for c in chunks if c["slice"] == s) for s in range(SLICES)]
     assert ratios["pipeline/bubble_iterations"] == pytest.approx(1 - np.mean(iterations) / max(iterations))
     assert 0 <= ratios["seconds/bubble_share"] < 1
+
+
+def test_rounds_of_a_step_are_kept_apart():
+    """Group 0 of another round is another prompt."""
+    chunk = Chunk(8, 64, 1, 5, 0, 0)
+    spans = [Span(3, 0, *times, (0,), 0, chunk, None, r) for r, times in enumerate([(0.0, 1.0), (10.0, 11.0)])]
+    records = span_records(spans)
+    groups = [(r["step"], r["round"], r["start"], r["end"], r["iterations"]) for r in records if r["kind"] == "group"]
+    assert groups == [(4, 1, 0.0, 1.0, 5), (4, 2, 10.0, 11.0, 5)]
+    assert [r["round"] for r in records if r["kind"] == "chunk"] == [1, 2]
 
 
 def test_bubbles_by_hand():
@@ -285,11 +295,13 @@ def test_bubbles_by_hand():
         return Span(0, slice, start, end, (0,), 0, Chunk(8, 64, 1, iterations, 0, 0), None)
 
     spans = [span(0, 0.0, 2.0, 10), span(0, 2.0, 4.0, 10), span(1, 1.0, 2.0, 5)]
-    assert bubble_ratios(spans, 2, 0.0, 4.0) == {
+    assert bubble_ratios(spans, 2, [(0.0, 4.0)]) == {
         "pipeline/bubble_iterations": pytest.approx(1 - 12.5 / 20),
         "seconds/bubble_share": pytest.approx(1 - 5 / 8),
     }
-    assert bubble_ratios(spans, 4, 0.0, 4.0)["pipeline/bubble_iterations"] == pytest.approx(1 - 6.25 / 20)
+    assert bubble_ratios(spans, 4, [(0.0, 4.0)])["pipeline/bubble_iterations"] == pytest.approx(1 - 6.25 / 20)
     # What was decoded before the rollout of this step began does not count as busy in it.
-    assert bubble_ratios(spans, 2, 1.5, 4.0)["seconds/bubble_share"] == pytest.approx(1 - 3 / 5)
-    assert set(bubble_ratios([], 3, 0.0, 0.0).values()) == {0.0}
+    assert bubble_ratios(spans, 2, [(1.5, 4.0)])["seconds/bubble_share"] == pytest.approx(1 - 3 / 5)
+    # Nor does what lies between two rounds of sampling.
+    assert bubble_ratios(spans, 2, [(0.0, 1.0), (3.0, 4.0)])["seconds/bubble_share"] == pytest.approx(1 - 2 / 4)
+    assert set(bubble_ratios([], 3, [(0.0, 0.0)]).values()) == {0.0}

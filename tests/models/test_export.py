@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from rhyme_jax.errors import InputError
 from rhyme_jax.grpo.learner import LearnerState
-from rhyme_jax.models.export import keep_model_files
+from rhyme_jax.models.export import check_model_files, keep_model_files
 from rhyme_jax.models.hf_config import read_config
 from rhyme_jax.models.load import EMBEDDED, RANDOM, Model, open_model
 from rhyme_jax.models.params import LEARNER_RULES, make_mesh, param_shardings
@@ -158,12 +158,52 @@ def test_the_files_that_a_run_began_with_are_kept(tmp_path):
     keep_model_files(model, tmp_path / "run" / "model")
     kept = {p.name: p.read_bytes() for p in (tmp_path / "run" / "model").iterdir()}
     assert kept == {name: (source / name).read_bytes() for name in kept} and len(kept) == 3
-    (source / "config.json").write_text("{}")
+    (tmp_path / "run" / "model" / "config.json").touch()
     keep_model_files(model, tmp_path / "run" / "model")
+    (source / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(InputError, match="model/tokenizer_config.json: is not that of init.weights"):
+        keep_model_files(model, tmp_path / "run" / "model")
     assert {p.name: p.read_bytes() for p in (tmp_path / "run" / "model").iterdir()} == kept
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["model"]
-    with pytest.raises(InputError, match=r"config.json/model: the model's files cannot be kept \(Not a directory\)"):
-        keep_model_files(model, source / "config.json" / "model")
+    with pytest.raises(InputError, match=r"tokenizer.json/model: the model's files cannot be kept \(File exists\)"):
+        keep_model_files(model, source / "tokenizer.json" / "model")
+
+
+def test_nothing_of_the_users_is_touched(tiny, tmp_path, monkeypatch):
+    """Folders that happen to be called like ours, and an empty directory that a shell stands in."""
+    model = open_model("embedded:tiny")
+    mine, beside = tmp_path / "model", tmp_path / "out.tmp"
+    for folder in (mine, beside):
+        folder.mkdir()
+        (folder / "net.py").write_text("mine")
+    with pytest.raises(InputError, match="holds files that are none of a run's; use another --workdir"):
+        check_model_files(model, mine)
+    with pytest.raises(InputError, match="holds files that are none of a run's"):
+        keep_model_files(model, mine)
+    export(tiny, tmp_path / "out")
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    export(tiny, ".")
+    assert {p.name for p in here.iterdir()} == {p.name for p in (tmp_path / "out").iterdir()} and (
+        here.stat().st_mode & 5
+    )
+    assert [[p.name for p in f.iterdir()] for f in (mine, beside)] == [["net.py"]] * 2
+    assert {p.name for p in tmp_path.iterdir()} == {"model", "out.tmp", "out", "here"}
+
+
+@pytest.mark.parametrize("spec", ["embedded:tiny", "random:15m"])
+def test_a_run_goes_on_with_the_model_it_began_with(spec, tmp_path):
+    model, folder = open_model(spec), tmp_path / "model"
+    check_model_files(model, folder)
+    keep_model_files(model, folder)
+    check_model_files(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
+    with pytest.raises(
+        InputError, match=r"model/config.json: is not that of init.weights=.*, though the run began with it"
+    ):
+        check_model_files(model, folder)
 
 
 def refused(message: str, *args, **options) -> None:

@@ -7,13 +7,14 @@ import ml_collections
 import pytest
 
 from configs.math_grpo import VARIANTS, get_config
-from rhyme_jax.errors import InputError
+from rhyme_jax.errors import InputError, RunError
 from rhyme_jax.grpo.advantages import AdvantageConfig
 from rhyme_jax.grpo.losses import LossConfig
 from rhyme_jax.grpo.presets import PRESETS
 from rhyme_jax.histopipe.plan import LAYOUTS
 from rhyme_jax.histospec.drafts import DraftRules
 from rhyme_jax.histospec.sampling import SamplingParams
+from rhyme_jax.training import cli
 from rhyme_jax.training.settings import Settings, unknown_field
 
 
@@ -106,11 +107,16 @@ def test_presets(changes, sources, weight, window, min_prob):
         ({"grpo.preset": "grpo"}, {}, {}, 1),
         ({"grpo.preset": "dr_grpo"}, {"aggregate": "constant"}, {"normalize_std": "none"}, 1),
         ({"grpo.preset": "dapo"}, {"aggregate": "token", "clip_high": 0.28}, {"overlong_buffer": 13}, 4),
-        ({"grpo.preset": "gspo"}, {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}, {}, 1),
         (
-            {"grpo.preset": "rloo"},
-            {"aggregate": "constant"},
-            {"baseline": "leave_one_out", "normalize_std": "none"},
+            {"grpo.preset": "gspo"},
+            {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "behaviour": "recomputed"},
+            {},
+            1,
+        ),
+        (
+            {"grpo.preset": "rloo", "grpo.kl_coef": 0.2},
+            {"aggregate": "constant", "kl_estimator": "k1"},
+            {"baseline": "leave_one_out", "normalize_std": "none", "kl_coef": 0.2},
             1,
         ),
         ({"grpo.preset": "reinforce"}, {"aggregate": "constant"}, {"baseline": "batch", "normalize_std": "none"}, 1),
@@ -229,6 +235,39 @@ def test_floats_are_finite(name):
         assert refusal({name: value}) == f"config.{name}={value}: must be finite"
 
 
+@pytest.mark.parametrize("name", ["lora.alpha", "grpo.kl_coef"])
+def test_floats_are_finite_in_float32(name):
+    for value in (1e308, -1e39):
+        want = f"config.{name}={value}: must be finite in float32, whose largest number is 3.4e38"
+        assert refusal({name: value}) == want
+
+
+@pytest.mark.parametrize("name", ["seed", "lora.rank", "lora.alpha", "rollout.top_k"])
+@pytest.mark.parametrize("value", [10**20, -(10**20), 10**400], ids=["positive", "negative", "huge"])
+def test_numbers_of_more_than_64_bits(name, value):
+    assert refusal({name: value}) == f"config.{name}={str(value)[:80]}: must be a number of at most 64 bits"
+
+
+def test_a_tuple_of_more_than_64_bits():
+    assert refusal({"draft.buckets": (1, 10**20)}).startswith(f"config.draft.buckets=(1, {10**20}): must be a number")
+
+
+@pytest.mark.parametrize("error", [InputError, RunError])
+def test_an_error_is_one_line_on_stderr(error, monkeypatch, capsys):
+    """Also where it names a file or a weight with line breaks in its name."""
+
+    def work():
+        raise error("a\nb: is\r\nmissing")
+
+    with pytest.raises(SystemExit) as end:
+        monkeypatch.setattr(cli.app, "run", lambda main, flags_parser: main(["program"]))
+        monkeypatch.setattr(cli.flags.FLAGS["verbosity"], "present", 1)
+        monkeypatch.setattr(cli.flags, "FLAGS", {"verbosity": cli.flags.FLAGS["verbosity"]})
+        cli.run_without_config(work)
+    assert end.value.code == {InputError: cli.BAD_INPUT, RunError: cli.FAILED}[error]
+    assert capsys.readouterr().err == "error: a b: is missing\n"
+
+
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
@@ -321,7 +360,7 @@ OUT_OF_RANGE = [
     ("grpo.updates_per_batch", 0, AT_LEAST_1),
     ("grpo.minibatches", 0, AT_LEAST_1),
     ("grpo.minibatches", 3, "must divide rollout.prompts_per_step * samples_per_prompt=256"),
-    ("grpo.behaviour", "stale", "must be one of rollout, recomputed, corrected"),
+    ("grpo.behaviour", "stale", "must be one of preset, rollout, recomputed, corrected"),
     ("grpo.importance_cap", 0.5, "must be at least 1"),
     ("pipeline.mode", "async", "must be one of sync, balanced, cross_step"),
     ("pipeline.layout", "random", f"must be one of {', '.join(LAYOUTS)}"),
@@ -342,6 +381,7 @@ OUT_OF_RANGE = [
     ("optimizer.micro_batches", 0, AT_LEAST_1),
     ("optimizer.vocab_block", -1, "must not be negative; 0 is all at once"),
     ("lora.rank", -1, "must be at least 0"),
+    ("lora.rank", 2**31, "must be at most 65536"),
     ("lora.alpha", 0.0, "must be a positive number"),
     ("eval.every", 0, AT_LEAST_1),
     ("checkpoint.every", 0, AT_LEAST_1),
@@ -411,8 +451,12 @@ GROUP_BY_GROUP = "pipeline.learner_devices=1: learns group by group; "
             "grpo.sampling_rounds=4: needs rollout.noise='fresh'; 'coupled' would repeat a prompt's responses",
         ),
         (
-            {"grpo.preset": "reinforce", "grpo.sampling_rounds": 2, "rollout.samples_per_prompt": 1},
-            "grpo.sampling_rounds=2: the rewards of a group of rollout.samples_per_prompt=1 cannot differ",
+            {"grpo.preset": "reinforce", "grpo.sampling_rounds": 2},
+            "grpo.sampling_rounds=2: sets aside groups of equal rewards, which grpo.baseline='batch' learns from",
+        ),
+        (
+            {"grpo.preset": "rloo", "grpo.kl_coef": 0.1, "grpo.sampling_rounds": 2},
+            "grpo.sampling_rounds=2: sets aside groups of equal rewards, which grpo.kl_in='reward' learns from",
         ),
         (
             {"grpo.preset": "dapo", "steps": 2**24 + 1},
