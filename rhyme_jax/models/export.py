@@ -18,26 +18,11 @@ from rhyme_jax.errors import InputError
 from rhyme_jax.files import read_json, write_json
 from rhyme_jax.models import hf_weights
 from rhyme_jax.models.config import DTYPES, DecoderConfig
-from rhyme_jax.models.hf_config import config_json
+from rhyme_jax.models.hf_config import MODEL_FILES, config_json
 from rhyme_jax.models.load import Model
 from rhyme_jax.models.tokenizer import Tokenizer
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-
-# All that belongs to a model beside its weights.
-MODEL_FILES = (
-    CONFIG,
-    GENERATION,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def check_model_files(model: Model, folder) -> None:

@@ -172,9 +172,7 @@ def _write(path: pathlib.Path, target: pathlib.Path) -> None:
     file = read_header(path)
     config = _config(file)
     tokenizer = build_tokenizer(file.metadata, file.source)
-    if tokenizer.vocab_size > config.vocab_size:
-        rows = config.vocab_size
-        raise InputError(f"{path}: has {tokenizer.vocab_size} tokens, but token_embd.weight has {rows} rows")
+    hf_config.check_vocabulary(tokenizer, config.vocab_size, path)
     sources = _sources(file, config)
     tensors = ((hf_name, file.values(name, order)) for hf_name, name, order in sources)
     temporary = None
@@ -206,7 +204,7 @@ def _config(file: GgufFile) -> DecoderConfig:
 
     def get(key: str, types, default):
         value = meta.get(f"{arch}.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, types) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, types) or not hf_config.in_float32(value):
             shown = "missing" if value is None else repr(value)[:80]
             raise InputError(f"{source}: {arch}.{key}={shown}: must be a positive number, the same for all layers")
         return value
@@ -314,7 +312,7 @@ def _sources(file: GgufFile, config: DecoderConfig) -> list[tuple[str, str, np.n
         sources.append((slot.hf_name, name, _apart(slot.hf_shape[0], config.head_dim) if interleaved else None))
     for name in file.tensors:
         if name not in used:
-            raise InputError(f"{file.source}: unexpected weight {name[:200]}")
+            raise InputError(f"{file.source}: unexpected weight {repr(name)[1:-1][:200]}")
     return sources
 
 

@@ -6,13 +6,30 @@ rope_parameters. Written is the older one, which transformers 4, 5 and vLLM unde
 
 import dataclasses
 import json
-import math
 import pathlib
 from collections.abc import Mapping
+
+import numpy as np
 
 from rhyme_jax.errors import InputError
 from rhyme_jax.files import read_json
 from rhyme_jax.models.config import DecoderConfig, RopeScaling
+from rhyme_jax.models.tokenizer import Tokenizer
+
+# All that belongs to a model beside its weights.
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +86,14 @@ class _Fields:
         value = default if self.values.get(name) is None else self.values[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.refuse(name, value, f": must be {'a positive integer' if least else 'an integer, 0 or more'}")
+        if value >= 2**31:
+            raise self.refuse(name, value, ": must be below 2**31")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = default if self.values.get(name) is None else self.values[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.refuse(name, value, ": must be a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not in_float32(value):
+            raise self.refuse(name, value, ": must be a positive number that float32 can hold")
         return float(value)
 
     def only(self, name: str, default, *supported):
@@ -91,6 +110,30 @@ class _Fields:
         if not isinstance(value, dict):
             raise self.refuse(name, value, ": must be an object or null")
         return _Fields(self.source, value, f"{self.prefix}{name}.")
+
+
+def in_float32(value: float) -> bool:
+    """Whether a number is still positive and finite in float32; it may be an int of any length."""
+    return 0 < value < 3e38 and bool(np.float32(value) > 0)
+
+
+def check_vocabulary(tokenizer: Tokenizer, rows: int, source) -> None:
+    """That every token which can come up has a row of the embedding.
+
+    It is ids that count, not tokens: a vocabulary may have gaps. Special tokens may lie beyond the rows, as that of
+    Gemma 3's images does in its text-only models; but not those that begin or end a text.
+
+    Raises:
+      InputError: a token lies beyond the rows. The message begins with `source`.
+    """
+    beyond = {token: i for token, i in tokenizer.backend.get_vocab(True).items() if i >= rows}
+    special = {i for i, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+    used = {*tokenizer.eos_ids, tokenizer.bos_id}
+    for token, i in sorted(beyond.items(), key=lambda item: item[1]):
+        if i not in special or i in used:
+            raise InputError(
+                f"{source}: the tokenizer has token {repr(token)[:80]} of id {i}, the embedding only {rows} rows"
+            )
 
 
 def read_config(path, dtype: str = "float32", param_dtype: str = "float32") -> DecoderConfig:

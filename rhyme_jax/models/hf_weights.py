@@ -116,7 +116,7 @@ def open_params(path, config: DecoderConfig) -> StoredParams:
         # Old Llama files hold the rotary frequencies; tied ones may hold the head twice.
         ignored = name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
         if name not in wanted and not ignored:
-            raise InputError(f"{files[name]}: unexpected weight {name[:200]}")
+            raise InputError(f"{files[name]}: unexpected weight {repr(name)[:200]}")
     headers = {file: _read_header(file) for file in sorted(set(files.values()))}
     tensors = [(slot, _find(headers[files[name]], files[name], slot)) for name, slot in wanted.items()]
     return StoredParams(config, tuple(sorted(tensors, key=lambda t: (t[1].file, t[1].start))))
@@ -170,14 +170,26 @@ def _weight_files(path: pathlib.Path) -> dict[str, pathlib.Path]:
         return dict.fromkeys(_read_header(single), single)
     if not index.is_file():
         raise InputError(f"{path}: holds neither {single.name} nor {index.name}")
+    return {name: path / file for name, file in read_index(index).items()}
+
+
+def read_index(index: pathlib.Path) -> dict[str, str]:
+    """The name of the file that holds each Hugging Face weight name, by an index.
+
+    Raises:
+      InputError: the index is malformed, or names a file outside its directory.
+    """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index}: has no weight_map")
     for name, file in weight_map.items():
         # An index comes with a download; it must not point the reader at other files of this machine.
-        if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\:\0"):
-            raise InputError(f"{index}: weight {name[:200]} lies in {repr(file)[:200]}, which is not a plain file name")
-    return {name: path / file for name, file in weight_map.items()}
+        plain = isinstance(file, str) and file.isprintable() and not set(file) & set("/\\:")
+        if not plain or file in ("", ".", "..") or len(file.encode()) > 255:
+            raise InputError(
+                f"{index}: weight {repr(name)[:200]} lies in {repr(file)[:200]}, which is not a plain file name"
+            )
+    return weight_map
 
 
 def _read_header(file: pathlib.Path) -> dict[str, dict]:

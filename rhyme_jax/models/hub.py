@@ -4,29 +4,16 @@ import pathlib
 import re
 
 from rhyme_jax.errors import InputError, one_line
-from rhyme_jax.files import read_json
-from rhyme_jax.models.hf_weights import INDEX, SINGLE
+from rhyme_jax.models.hf_config import MODEL_FILES
+from rhyme_jax.models.hf_weights import INDEX, SINGLE, read_index
 
 PREFIX = "hf:"
 _SPEC = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[A-Za-z0-9][\w./-]*))?", re.ASCII)
 
 # What is downloaded: configs, tokenizers and safetensors. Never pickled weights (.bin, .pt): reading one runs its code.
 # Nor files in folders, which hold the same weights in other formats.
-FILES = (
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    INDEX,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+FILES = (*MODEL_FILES, "model*.safetensors", INDEX)
+_LONGEST = 250  # characters of a name; the cache has files named like its parts
 
 
 def is_repo_name(text: str) -> bool:
@@ -48,8 +35,10 @@ def fetch(spec: str) -> pathlib.Path:
         the cache does not hold the model; the model has no safetensors.
     """
     found = _SPEC.fullmatch(spec.removeprefix(PREFIX))
-    if not spec.startswith(PREFIX) or found is None or ".." in spec:
-        raise InputError(f"init.weights={spec[:200]!r}: a model of the Hub is 'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION'")
+    if not spec.startswith(PREFIX) or found is None or ".." in spec or len(spec) > _LONGEST:
+        raise InputError(
+            f"init.weights={repr(spec)[:200]}: a model of the Hub is 'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION'"
+        )
     repo, revision = found["repo"], found["revision"]
     # Here, because it takes 0.3 s and only some runs need it.
     import huggingface_hub
@@ -110,9 +99,7 @@ def _missing(folder: pathlib.Path) -> str | None:
     index = folder / INDEX
     if not index.is_file():
         return SINGLE
-    weight_map = read_json(index).get("weight_map")
-    files = sorted({f for f in weight_map.values() if isinstance(f, str)}) if isinstance(weight_map, dict) else []
-    return next((name for name in files if not (folder / name).is_file()), None)
+    return next((name for name in sorted(set(read_index(index).values())) if not (folder / name).is_file()), None)
 
 
 def _cause(error: BaseException) -> str:

@@ -3,12 +3,13 @@
 import dataclasses
 import importlib.util
 import pathlib
+import stat
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from rhyme_jax.errors import InputError
+from rhyme_jax.errors import InputError, one_line
 from rhyme_jax.models import gguf_format, hf_config, hf_weights, hub
 from rhyme_jax.models.config import DecoderConfig
 from rhyme_jax.models.params import init_params
@@ -92,10 +93,7 @@ def open_model(spec: str, dtype: str = "float32", param_dtype: str = "float32") 
         folder = gguf_format.convert(path)
     config = hf_config.read_config(folder, dtype, param_dtype)
     stored, tokenizer = hf_weights.open_params(folder, config), Tokenizer.load(folder)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise InputError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {config.vocab_size} rows"
-        )
+    hf_config.check_vocabulary(tokenizer, config.vocab_size, path)
     return Model(config, tokenizer, str(path), folder, stored.load)
 
 
@@ -108,7 +106,7 @@ def load_model(spec: str, dtype: str = "float32", param_dtype: str = "float32") 
 def _random(spec: str, dtype: str, param_dtype: str) -> Model:
     name = spec.removeprefix("random:")
     if name not in RANDOM:
-        raise InputError(f"init.weights={spec!r}: no such shape; there are {', '.join(RANDOM)}")
+        raise InputError(f"init.weights={repr(spec)[:200]}: no such shape; there are {', '.join(RANDOM)}")
     config = dataclasses.replace(RANDOM[name], dtype=dtype, param_dtype=param_dtype, max_positions=32_768)
     read = _from_host(lambda: jax.device_get(init_params(config, jax.random.key(0))))
     return Model(config, Tokenizer.load(EMBEDDED / "tiny"), spec, None, read)
@@ -138,15 +136,23 @@ def _resolve(spec: str) -> pathlib.Path:
     elif spec == "smollm2":
         return _smollm2()
     elif isinstance(spec, str) and spec.strip():
-        path = pathlib.Path(spec).expanduser()
-        if path.suffix.lower() == ".gguf" or path.is_dir():
+        try:
+            path = pathlib.Path(spec).expanduser()
+            # A name that no file can have fails here, in one of Python's ways: too long, or of an unknown user.
+            if stat.S_ISDIR(path.stat().st_mode):
+                return path
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (OSError, RuntimeError, ValueError) as e:
+            hint = f"{getattr(e, 'strerror', None) or one_line(e)}; "
+        if not hint and path.suffix.lower() == ".gguf":
             return path
         if hub.is_repo_name(spec):
             hint = f"did you mean '{hub.PREFIX}{spec}'? "
     embedded = ", ".join(f"'embedded:{name}'" for name in EMBEDDED_NAMES)
     raise InputError(
-        f"init.weights={spec!r}: no such model; {hint}use {embedded}, 'smollm2', a path to a .gguf file, an existing "
-        "directory in Hugging Face format, 'hf:ORG/NAME' (a model of the Hub), or 'random:NAME'"
+        f"init.weights={repr(spec)[:200]}: no such model; {hint}use {embedded}, 'smollm2', a path to a .gguf file, an "
+        "existing directory in Hugging Face format, 'hf:ORG/NAME' (a model of the Hub), or 'random:NAME'"
     )
 
 

@@ -19,6 +19,8 @@ from rhyme_jax.errors import InputError
 INPUTS = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 TARGETS = tuple(INPUTS)
 
+MAX_RANK = 2**16  # more than the width of any model: adapters of such a rank are larger than their matrices
+
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
@@ -29,6 +31,8 @@ class LoraConfig:
     def __post_init__(self):
         if self.rank < 1:
             raise InputError(f"lora.rank={self.rank}: must be at least 1")
+        if self.rank > MAX_RANK:
+            raise InputError(f"lora.rank={repr(self.rank)[:80]}: must be at most {MAX_RANK}")
         if not 0 < self.alpha < math.inf:
             raise InputError(f"lora.alpha={self.alpha}: must be a positive number")
         for target in self.targets:

@@ -11,21 +11,28 @@ import datetime
 import functools
 import json
 import pathlib
-from collections.abc import Mapping
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
 
 import jinja2
 import tokenizers
 from jinja2 import nodes
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
+from markupsafe import Markup
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from rhyme_jax.errors import InputError, one_line
 from rhyme_jax.files import read_json, write_json
 
-# Beyond any prompt, so that a template can neither fill the memory nor loop for ever.
-MAX_CHAT = 2**22  # characters
+# Beyond any prompt: what a chat template may do. `render_chat` says what they bound, and what they do not.
+MAX_CHAT = 2**22  # characters of the prompt, and of any text or items of any list on the way to it
 MAX_RANGE = 2**20
+MAX_SECONDS = 5.0  # of processor time of the rendering thread, so that a busy machine refuses nothing
+MAX_WORK = 2**26  # characters that one call may write by an estimate from above
+MAX_EXPONENT = 64
 
 # The special tokens that have a name of their own in tokenizer_config.json, and in templates.
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -64,8 +71,14 @@ class Tokenizer:
     def encode_chat(
         self, user: str, system: str | None = None, today: datetime.date | None = None, **variables
     ) -> list[int]:
-        """The prompt's token ids: `render_chat`, encoded as the model expects it."""
+        """The prompt's token ids: `render_chat`, encoded as the model expects it.
+
+        Raises:
+          InputError: as `render_chat` does, and where the template writes nothing: no model goes on from no token.
+        """
         text = self.render_chat(user, system, today, **variables)
+        if self.chat_template is not None and not text:
+            raise InputError("chat template: writes nothing")
         return self.encode_prompt(text) if self.chat_template is None else self.encode(text)
 
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
@@ -75,8 +88,19 @@ class Tokenizer:
     def render_chat(self, user: str, system: str | None = None, today: datetime.date | None = None, **variables) -> str:
         """The prompt text that asks `user` of a chat model; the text itself where there is no template.
 
-        The template comes from a file, so it runs in jinja2's sandbox, may write MAX_CHAT characters, and may count up
-        to MAX_RANGE, in all of its loops together.
+        The template comes from a file, so it runs in jinja2's sandbox, and each of these is refused: more than MAX_CHAT
+        characters, as the prompt or as a text on the way to it; ranges of more than MAX_RANGE numbers, of all loops
+        together; powers beyond MAX_EXPONENT; widths and repetitions that write more than MAX_WORK characters; and
+        more than MAX_SECONDS of processor time for compiling and rendering.
+
+        The time is looked at between lines of the template and of the Python that it calls. One call into compiled
+        code is not interrupted: the operators, the filters and the methods of text and numbers that can write much
+        more than they were given are bounded before they start, but others are not (comparing two lists, each of which
+        holds the same lists many times over, can take very long). So these limits stop faulty templates and the common
+        ways to exhaust a machine; they are no wall against a template that somebody wrote to get around them.
+
+        Time is taken by `sys.settrace`, in the calling thread alone: a debugger or a coverage tool sees nothing of a
+        rendering, and has its trace function back after it.
 
         Args:
           today: the date for templates that write it (Llama 3.2's); None: that of the clock, so that a prompt changes
@@ -84,7 +108,8 @@ class Tokenizer:
           variables: what else the template reads, like Qwen3's `enable_thinking`.
 
         Raises:
-          InputError: the template is malformed, refuses the messages, fails, or writes too much.
+          InputError: the template is malformed, refuses the messages, fails, does more than it may, or writes what
+            is not valid Unicode (a lone surrogate).
         """
         if self.chat_template is None:
             return user if system is None else f"{system}\n{user}"
@@ -94,21 +119,19 @@ class Tokenizer:
         given = {**self._named_tokens, "tools": None, "documents": None, "range": _Range()}
         given |= {"strftime_now": (today or datetime.datetime.now()).strftime, **variables}
         about = "chat template" if system is None else f"chat template, with the system prompt {system[:60]!r}"
-        parts, size = [], 0
+        given |= {"messages": messages, "add_generation_prompt": True}
         try:
-            template = _compiled(self.chat_template)
-            for part in template.generate(messages=messages, add_generation_prompt=True, **given):
-                parts.append(part)
-                size += len(part)
-                if size > MAX_CHAT:
-                    raise InputError(f"{about}: writes more than {MAX_CHAT} characters")
+            text = _within_time(lambda: _written(_compiled(self.chat_template), given))
+            text.encode("utf-8")  # `tokenizers` raises TypeError on what does not encode
         except jinja2.TemplateSyntaxError as e:
             raise InputError(f"chat template, line {e.lineno}: {one_line(e)}") from e
-        except InputError:
-            raise
+        except _OutOfTimeError as e:
+            raise InputError(f"{about}: takes more than {MAX_SECONDS:g} s of processor time") from e
+        except UnicodeEncodeError as e:
+            raise InputError(f"{about}: writes {e.object[e.start]!a}, which is not valid Unicode text") from e
         except Exception as e:  # a template can do most of what Python does, so it can fail in as many ways
             raise InputError(f"{about}: {one_line(e)}") from e
-        return "".join(parts)
+        return text
 
     @functools.cached_property
     def _named_tokens(self) -> Mapping[str, str]:
@@ -243,10 +266,15 @@ def _eos_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer, meta: dict,
         eos = [] if eos is None else list(eos) if isinstance(eos, list) else [eos]
         named = None if eos_token is None else backend.token_to_id(eos_token)
         eos += [] if named is None else [named]
-    usable = isinstance(eos, list) and all(type(i) is int and 0 <= i < backend.get_vocab_size() for i in eos)
-    if not usable or not eos:
+    if not isinstance(eos, list) or not eos or not all(_is_id(i, backend) for i in eos):
         raise InputError(f"tokenizer: {directory} declares no usable end-of-sequence token (eos_token_id={eos})")
     return tuple(dict.fromkeys(eos))
+
+
+def _is_id(value, backend: tokenizers.Tokenizer) -> bool:
+    """Whether a token has this id. Ids may be sparse, so the size of the vocabulary does not tell."""
+    # `tokenizers` holds ids in 32 bits and raises beyond.
+    return type(value) is int and 0 <= value < 2**32 and backend.id_to_token(value) is not None
 
 
 def _chat_template(directory: pathlib.Path, meta: dict) -> str | None:
@@ -327,11 +355,220 @@ class _Range:
         return numbers
 
 
+# Where time is looked at (a template has no __name__). Not everywhere: Python drops what is raised in a callback
+# of its garbage collector, and JAX has one, and the trace with it; then a template ran on until 22 GB were full.
+_TIMED = {"jinja2", "markupsafe", __name__.split(".")[0], "json", "pprint", "re", "string", "textwrap"}
+
+
+class _OutOfTimeError(BaseException):
+    """Not an Exception: jinja2 catches those while it folds constants, and Python ends a trace that has raised."""
+
+
+def _within_time(work: Callable[[], str]) -> str:
+    """`work()`, stopped between two lines of Python after MAX_SECONDS of this thread's time.
+
+    A trace function works in any thread, which an alarm signal does not.
+    """
+    end = time.thread_time() + MAX_SECONDS
+    look = time.monotonic() + MAX_SECONDS  # a thread's time is a system call, and cannot pass faster than this clock
+
+    def tick(frame, event, arg):
+        nonlocal look
+        if event == "call" and frame.f_globals.get("__name__", "jinja2").split(".")[0] not in _TIMED:
+            return None
+        if event in ("call", "line") and (now := time.monotonic()) > look:
+            left = end - time.thread_time()
+            if left <= 0:
+                raise _OutOfTimeError
+            look = now + left
+        return tick
+
+    before = sys.gettrace()
+    sys.settrace(tick)
+    try:
+        return work()
+    finally:
+        sys.settrace(before)
+
+
+def _written(template: jinja2.Template, given: dict) -> str:
+    parts, size = [], 0
+    for part in template.generate(given):
+        parts.append(part)
+        size += len(part)
+        if size > MAX_CHAT:
+            raise OverflowError(f"writes more than {MAX_CHAT} characters")
+    return "".join(parts)
+
+
+def _size(*values) -> int:
+    """Characters of the texts in `values` and in their lists, and one for everything else.
+
+    Raises OverflowError beyond MAX_CHAT, and soon: a short template can nest lists whose text has 2**60 characters.
+    """
+    size, left = 0, list(values)
+    while left:
+        value = left.pop()
+        size += max(1, len(value)) if isinstance(value, str | bytes) else 1
+        if size + len(left) > MAX_CHAT:
+            raise OverflowError(f"writes more than {MAX_CHAT} characters")
+        if isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset):
+            left += value
+    return size
+
+
+def _sized(value):
+    _size(value)
+    return value
+
+
+def _bounded_join(join: Callable) -> Callable:
+    def bounded(texts: Iterable) -> str:
+        texts = tuple(texts)
+        _size(*texts)
+        return join(texts)
+
+    return bounded
+
+
+def _bound_call(name: str, value, given: tuple) -> None:
+    """Refuses a filter or a method of `value` that would write too much; both have the same names."""
+    size = _size(value, *given)
+    numbers = [abs(number) for number in given if isinstance(number, int)]
+    if name == "round" and max(numbers, default=0) > MAX_EXPONENT:
+        raise OverflowError(f"rounds to more than {MAX_EXPONENT} digits")
+    if name == "format":
+        _bound_percent(value, given)
+    if name in ("center", "ljust", "rjust", "zfill", "to_bytes", "batch"):
+        work = max(numbers, default=0)
+    elif name in ("expandtabs", "indent", "tojson", "replace", "join", "translate", "wordwrap"):
+        # At the most, all that is given is written once for each character (or item) of the value, or vice versa.
+        inner = _size(value)
+        work = inner * (size - inner) + inner * (0 if name in ("replace", "wordwrap") else max(numbers, default=0))
+    else:
+        return
+    if work > MAX_WORK:
+        raise OverflowError(f"{name} could write more than {MAX_WORK} characters")
+
+
+def _bound_percent(text, given) -> None:
+    """Refuses what `text % given` writes too much of."""
+    if isinstance(text, bytes):
+        text = text.decode("latin-1")
+    # A width or a precision comes after the % or after its (key).
+    if re.search(r"[%)][#0\- +]*(\d*\.)?(\*|\d{4})", str(text)):
+        raise OverflowError("a width of more than 3 digits in a format")
+    if str(text).count("%") * _size(given) > MAX_WORK:
+        raise OverflowError(f"% could write more than {MAX_WORK} characters")
+
+
+def _bounded_filter(name: str, function: Callable) -> Callable:
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0  # after the environment or the context
+
+    @functools.wraps(function)
+    def bounded(*args, **kwargs):
+        value, *given = args[first:]
+        if name in ("join", "sum", "list") and hasattr(value, "__next__"):
+            value = list(value)
+            args = (*args[:first], value, *given)
+        _bound_call(name, value, (*given, *kwargs.values()))
+        return function(*args, **kwargs)
+
+    return bounded
+
+
+class _Bounded(SandboxedFormatter):
+    """str.format that writes at most MAX_CHAT characters."""
+
+    written = 0
+
+    def get_field(self, field_name, args, kwargs):
+        field = super().get_field(field_name, args, kwargs)
+        _size(field[0])
+        return field
+
+    def format_field(self, value, format_spec: str) -> str:
+        if re.search(r"\d{4}", format_spec):
+            raise OverflowError(f"a width of more than 3 digits in the format {format_spec[:20]!r}")
+        text = super().format_field(value, format_spec)
+        self.written += len(text)
+        if self.written > MAX_CHAT:
+            raise OverflowError(f"writes more than {MAX_CHAT} characters")
+        return text
+
+
+class _BoundedEscape(_Bounded, SandboxedEscapeFormatter):
+    pass
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, which bounds what a template reaches, with bounds on what it does.
+
+    jinja2 leaves the operators named here to the rendering: it does not fold them when it compiles. It folds filters,
+    and those that are bounded here say so at the rendering.
+    """
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    concat = staticmethod(_bounded_join("".join))  # of macros and of blocks that are set
+
+    def call_binop(self, context, operator, left, right):
+        if operator == "%" and isinstance(left, str | bytes):
+            _bound_percent(left, right)
+        elif operator == "**" and isinstance(right, int | float) and abs(right) > MAX_EXPONENT:
+            raise OverflowError(f"a power beyond {MAX_EXPONENT}")
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
+            if bits > MAX_EXPONENT**2:
+                raise OverflowError(f"a number of more than {MAX_EXPONENT**2} bits")
+        elif operator == "*":
+            for items, times in ((left, right), (right, left)):
+                if hasattr(items, "__len__") and isinstance(times, int) and len(items) * times > MAX_CHAT:
+                    raise OverflowError(f"repeats to more than {MAX_CHAT} characters or items")
+        elif operator == "+" and sum(len(part) for part in (left, right) if hasattr(part, "__len__")) > MAX_CHAT:
+            raise OverflowError(f"adds up to more than {MAX_CHAT} characters or items")
+        return super().call_binop(context, operator, left, right)
+
+    def call(
+        __self, __context, __obj, *args, **kwargs
+    ):  # the names leave a template's keywords all others, as jinja2 does
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str | bytes | int):
+            name = __obj.__name__
+            if name == "join" and args:  # the separator owns the method, the items are the value
+                items = list(args[0])
+                args = (items, *args[1:])
+                _bound_call(name, items, (owner,))
+            elif name not in ("format", "format_map"):  # which `wrap_str_format` bounds
+                _bound_call(name, owner, (*args, *kwargs.values()))
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def wrap_str_format(self, value):
+        if super().wrap_str_format(value) is None:
+            return None
+        text = value.__self__
+
+        def wrapper(*args, **kwargs):
+            if value.__name__ == "format_map":
+                (kwargs,), args = args, ()
+            markup = isinstance(text, Markup)
+            formatter = _BoundedEscape(self, escape=text.escape) if markup else _Bounded(self)
+            return type(text)(formatter.vformat(text, args, kwargs))
+
+        return wrapper
+
+
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
     """As transformers compiles it, so that it says the same."""
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=_sized)
     env.filters["tojson"] = _tojson
+    env.filters = {name: _bounded_filter(name, function) for name, function in env.filters.items()}
     env.globals["raise_exception"] = _raise_exception
-    return env.from_string(source)
+    template = env.from_string(source)
+    # What `~` compiles to; jinja2 has no hook for it.
+    names = template.root_render_func.__globals__
+    names |= {name: _bounded_join(names[name]) for name in ("str_join", "markup_join")}
+    return template

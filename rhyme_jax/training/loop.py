@@ -106,6 +106,12 @@ class Trainer:
         rows = rollout.rows // s.grpo.minibatches
         learned = dataclasses.replace(self.model, lora=s.lora.config())
         self.learner = Learner(learned, loss, optimizer, slices.learner, rollout.temperature, rows)
+        for p in [*self.train_prompts, *self.eval_prompts]:
+            if p.tokens.max() >= self.model.vocab_size:  # special tokens may lie beyond the embedding's rows
+                raise InputError(
+                    f"init.weights={loaded.source}: the prompt {p.problem.question[:40]!r}... has token "
+                    f"{p.tokens.max()}; the embedding has {self.model.vocab_size} rows"
+                )
         longest = max(len(p.tokens) for p in [*self.train_prompts, *self.eval_prompts])
         if longest + s.rollout.max_new_tokens > self.model.max_positions:
             raise InputError(

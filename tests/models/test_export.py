@@ -161,7 +161,7 @@ def test_the_files_that_a_run_began_with_are_kept(tmp_path):
     (tmp_path / "run" / "model" / "config.json").touch()
     keep_model_files(model, tmp_path / "run" / "model")
     (source / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(InputError, match="model/tokenizer_config.json: is not that of init.weights"):
+    with pytest.raises(InputError, match=r"model/tokenizer_config.json: is not that of init.weights"):
         keep_model_files(model, tmp_path / "run" / "model")
     assert {p.name: p.read_bytes() for p in (tmp_path / "run" / "model").iterdir()} == kept
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["model"]
@@ -234,12 +234,12 @@ def test_bad_input(tiny, tmp_path):
 
 
 def test_the_command_line(tiny, tmp_path):
-    def started(*arguments):
-        line = [sys.executable, "-m", "experiments.export_hf", f"--workdir={tiny}", f"--out={tmp_path / 'out'}"]
+    def started(out, *arguments):
+        line = [sys.executable, "-m", "experiments.export_hf", f"--workdir={tiny}", f"--out={tmp_path / out}"]
         env = {**os.environ, "JAX_PLATFORMS": "cpu"}
         return subprocess.Popen([*line, *arguments], cwd=ROOT, env=env, stdout=PIPE, stderr=PIPE, text=True)
 
-    newest, missing = started(), started("--step=12")
+    newest, missing = started("out"), started("other", "--step=12")
     assert newest.communicate(timeout=300) == (f"step 11 of {tiny} is in {tmp_path / 'out'}\n", "")
     assert missing.communicate(timeout=300) == ("", "error: --step=12: no such checkpoint; there are 2, 11\n")
     assert (newest.returncode, missing.returncode) == (0, 2)

@@ -8,11 +8,14 @@ import tempfile
 import jax
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models
 
 from rhyme_jax.errors import InputError
 from rhyme_jax.models import hf_config, hf_weights
 from rhyme_jax.models.config import DecoderConfig, RopeScaling
 from rhyme_jax.models.params import abstract_params
+from rhyme_jax.models.tokenizer import Tokenizer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "families"
 
@@ -59,9 +62,13 @@ WRITTEN = {
     "gemma3_text, one rotation": dataclasses.replace(BASE, family="gemma3_text", **GEMMA, qk_norm=True, window=6),
 }
 # Changes that make another family's config of `saved`.
-QWEN2, QWEN3, MISTRAL, SMOLLM3, GEMMA3 = (
-    {"model_type": name, "architectures": "DELETE"} for name in ("qwen2", "qwen3", "mistral", "smollm3", "gemma3_text")
+QWEN2, QWEN3, MISTRAL, SMOLLM3, GEMMA2, GEMMA3 = (
+    {"model_type": name, "architectures": "DELETE"}
+    for name in ("qwen2", "qwen3", "mistral", "smollm3", "gemma2", "gemma3_text")
 )
+GEMMA2["hidden_activation"] = "gelu_pytorch_tanh"
+HUGE = 10**400  # more than a float holds
+WHOLE = ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "max_position_embeddings")
 
 
 def parse(raw):
@@ -333,12 +340,66 @@ def test_fields_left_out_take_transformers_defaults(changes, expected, saved):
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps='tiny'"),
         ({"num_key_value_heads": 3}, "kv_heads=3"),
         ({"head_dim": 3}, "head_dim=3"),
+        *[({name: HUGE}, rf"{name}=10{{79}}: must be below 2\*\*31$") for name in WHOLE],
+        ({"hidden_size": 2**31}, r"hidden_size=2147483648: must be below 2\*\*31"),
+        ({**GEMMA2, "sliding_window": 10**21}, r"sliding_window=10{21}: must be below 2\*\*31"),
+        *[
+            ({name: HUGE}, f"{name}=10{{79}}: must be a positive number that")
+            for name in ("rms_norm_eps", "rope_theta")
+        ],
+        ({"rope_scaling": {"type": "linear", "factor": HUGE}}, "rope_scaling.factor=10{79}: must be a positive number"),
+        ({"rms_norm_eps": 1e300}, r"rms_norm_eps=1e\+300: must be a positive number that float32 can hold"),
+        ({"rms_norm_eps": 1e-60}, "rms_norm_eps=1e-60: must be a positive number that float32 can hold"),
     ],
 )
 def test_configs_that_are_refused(changes, message, saved):
     edit_json(saved / "config.json", **changes)
     with pytest.raises(InputError, match=message) as error:
         hf_config.read_config(saved)
+    one_line(error)
+
+
+def tokens(vocab: dict[str, int], special: dict[str, int], **ids) -> Tokenizer:
+    """`special` must come after `vocab` without a gap, unless they are in it: that is where tokenizers put them."""
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="a"))
+    backend.add_special_tokens(list(special))
+    assert backend.get_vocab(True) == vocab | special
+    return Tokenizer(backend, ids.pop("eos_ids", (1,)), 0, **ids)
+
+
+PAIR = {"a": 0, "b": 1}
+FOUR = {"a": 0, "b": 1, "c": 2, "d": 3}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "rows"),
+    [
+        (tokens(FOUR, {}), 4),
+        (tokens(FOUR, {"<image_soft_token>": 4}), 4),  # google/gemma-3-1b-it
+        (tokens({**PAIR, "</s>": 250}, {"</s>": 250}, eos_ids=(250,)), 300),
+    ],
+)
+def test_vocabularies_that_fit(tokenizer, rows):
+    hf_config.check_vocabulary(tokenizer, rows, "here")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "rows", "message"),
+    [
+        (tokens(FOUR, {}), 3, "here: the tokenizer has token 'd' of id 3, the embedding only 3 rows"),
+        # Fewer tokens than rows.
+        (
+            tokens({**PAIR, "\n": 5000}, {}),
+            300,
+            r"here: the tokenizer has token '\\n' of id 5000, the embedding only 300",
+        ),
+        (tokens({**PAIR, "</s>": 300}, {"</s>": 300}, eos_ids=(1, 300)), 300, "token '</s>' of id 300, .* 300 rows"),
+        (tokens(FOUR, {"<s>": 4}, bos_id=4), 4, "token '<s>' of id 4"),
+    ],
+)
+def test_vocabularies_that_do_not_fit(tokenizer, rows, message):
+    with pytest.raises(InputError, match=message) as error:
+        hf_config.check_vocabulary(tokenizer, rows, "here")
     one_line(error)
 
 

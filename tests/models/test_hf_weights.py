@@ -102,7 +102,8 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
         ({DOWN: None}, rf"{DOWN} is missing \(expected shape \(16, 24\)\)"),
         ({DOWN: np.zeros((24, 16), np.float32)}, rf"{DOWN} has shape \(24, 16\), expected \(16, 24\)"),
         ({DOWN: np.zeros((16, 24), np.int8)}, f"{DOWN} has dtype I8; supported: F64, F32, F16, BF16"),
-        ({"model.layers.2.mlp.down_proj.weight": np.zeros(1, np.float32)}, "unexpected weight model.layers.2"),
+        ({"model.layers.2.mlp.down_proj.weight": np.zeros(1, np.float32)}, "unexpected weight 'model.layers.2"),
+        ({"a\nb": np.zeros(1, np.float32)}, r"unexpected weight 'a\\nb'"),
         ({"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)}, "unexpected weight .*q_proj.bias"),
     ],
 )
@@ -147,7 +148,7 @@ def sharded(tmp_path):
     return pathlib.Path(shutil.copytree(GOLDEN / "qwen3", tmp_path / "qwen3"))
 
 
-OUTSIDE = ["../model.safetensors", "/etc/passwd", "a/b", "..", "", "c:x", "a\\b", "a\0b", 3, None]
+OUTSIDE = ["../model.safetensors", "/etc/passwd", "a/b", "..", "", "c:x", "a\\b", "a\0b", "a\nb", "é" * 128, 3, None]
 
 
 @pytest.mark.parametrize("file", OUTSIDE)
@@ -155,7 +156,15 @@ def test_an_index_cannot_point_outside(file, sharded):
     index = sharded / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
     edit_json(index, weight_map=weight_map | {"model.norm.weight": file})
-    with pytest.raises(InputError, match=r"model.norm.weight lies in .* not a plain file name") as error:
+    with pytest.raises(InputError, match=r"weight 'model.norm.weight' lies in .* not a plain file name") as error:
+        hf_weights.load_params(sharded, hf_config.read_config(sharded))
+    one_line(error)
+
+
+def test_names_in_an_index_stay_on_one_line(sharded):
+    index = sharded / "model.safetensors.index.json"
+    edit_json(index, weight_map={"a\nb": "../x"})
+    with pytest.raises(InputError, match=r"weight 'a\\nb' lies in '../x'") as error:
         hf_weights.load_params(sharded, hf_config.read_config(sharded))
     one_line(error)
 

@@ -72,6 +72,9 @@ def test_a_cached_model_that_lacks_a_shard(cache):
             assert hub.fetch("hf:acme/tiny") == snapshot(cache)
         else:
             refused("hf:acme/tiny", "model-2.safetensors is missing")
+    index.write_text(json.dumps({"weight_map": {"a\nb": "x" * 256}}))  # what no file can be called
+    with pytest.raises(InputError, match=r"weight 'a\\nb' lies in 'x+, which is not a plain file name"):
+        hub.fetch("hf:acme/tiny")
 
 
 def test_pickled_weights_are_not_read(cache, monkeypatch):

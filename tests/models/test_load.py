@@ -35,8 +35,17 @@ def test_a_directory(weights):
 
 def test_a_tokenizer_larger_than_the_embedding(weights):
     char_tokenizer("".join(map(chr, range(65, 120)))).save(weights)
-    with pytest.raises(InputError, match="the tokenizer has 58 tokens, the embedding 40 rows"):
+    with pytest.raises(InputError, match=r"llama: the tokenizer has token .* of id 40, the embedding only 40 rows"):
         load_model(str(weights))
+
+
+def test_a_special_token_beyond_the_embedding(weights):
+    """As in google/gemma-3-1b-it, whose <image_soft_token> is the first id without a row."""
+    tokenizer = char_tokenizer("".join(map(chr, range(65, 102))))
+    tokenizer.backend.add_special_tokens(["<image_soft_token>"])
+    tokenizer.save(weights)
+    loaded = open_model(str(weights))
+    assert loaded.tokenizer.vocab_size == 41 and loaded.config.vocab_size == 40
 
 
 def test_a_directory_without_a_tokenizer(weights):
@@ -50,6 +59,37 @@ def test_unknown_names_list_what_is_possible(spec):
         load_model(spec)
     assert repr(spec) in str(error.value) and "\n" not in str(error.value)
     assert ("did you mean 'hf:" in str(error.value)) == (spec == "HuggingFaceTB/SmolLM2-135M")
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("x" * 6000, "File name too long"),
+        ("x" * 6000 + ".gguf", "File name too long"),
+        ("~nosuchuser/x", "home directory"),
+        ("~nosuchuser/x.gguf", "home directory"),
+        ("a\0b", "null"),
+        ("random:" + "x" * 6000, "no such shape"),
+        ("hf:acme/" + "x" * 6000, "a model of the Hub is 'hf:ORG/NAME'"),
+        ("hf:acme/tiny@" + "x/" * 3000, "a model of the Hub is 'hf:ORG/NAME'"),
+        ("embedded:" + "x" * 6000, "no such model; use"),
+    ],
+    ids=[
+        "long",
+        "long gguf",
+        "user",
+        "user gguf",
+        "zero",
+        "long shape",
+        "long repository",
+        "long revision",
+        "long embedded",
+    ],
+)
+def test_names_that_no_file_can_have(spec, reason):
+    with pytest.raises(InputError, match=r"^init\.weights='") as error:
+        open_model(spec)
+    assert reason in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 600
 
 
 def test_opened_and_then_loaded(weights):

@@ -117,6 +117,8 @@ def test_adapters_are_split_as_their_matrices_are():
     ("values", "message"),
     [
         ((0, 1.0), "lora.rank=0: must be at least 1"),
+        ((65_537, 1.0), "lora.rank=65537: must be at most 65536"),
+        ((10**400, 1.0), "lora.rank=10{79}: must be at most 65536"),
         ((2, 0.0), "lora.alpha=0.0: must be a positive number"),
         ((2, float("nan")), "lora.alpha=nan"),
         ((2, 1.0, ("q", "embed")), "lora.targets: no matrix 'embed'; there are q, k, v, o, gate, up, down"),

@@ -1,9 +1,12 @@
 """Tokenizers and chat templates of the families, against transformers' word on hard texts."""
 
 import dataclasses
+import gc
 import json
 import pathlib
 import shutil
+import sys
+import threading
 
 import pytest
 import tokenizers
@@ -200,6 +203,125 @@ def test_bad_templates(template, message, loaded):
     assert "\n" not in str(error.value)
 
 
+NESTED = "{% set n = namespace(a='x') %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
+DOUBLED = "{% set n = namespace(a='x', b=3) %}{% for i in range(60) %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 9**(9**9) }}", "a power beyond 64"),
+        ("{{ '%0999999999d' % 1 }}", "a width of more than 3 digits"),
+        ("{{ '%(a)0999999999d' % {'a': 1} }}", "a width of more than 3 digits"),
+        ("{{ '%*d' % (999999999, 1) }}", "a width of more than 3 digits"),
+        ("{{ '%0999999999d' | format(1) }}", "a width of more than 3 digits"),
+        ("{{ ('%(a)s' * 100000) % {'a': 'x' * 100000} }}", "% could write more than"),
+        ("{{ 'x' * 3000000000 }}", "repeats to more than 4194304"),
+        ("{{ 3000000000 * [1] }}", "repeats to more than 4194304"),
+        ("{{ '{:>1500000000}'.format(1) }}", "a width of more than 3 digits in the format '>1500000000'"),
+        ("{{ '{:>{w}}'.format(1, w=1500000000) }}", "a width of more than 3 digits in the format"),
+        ("{{ ('{a:>1500000000}' | safe).format_map({'a': 1}) }}", "a width of more than 3 digits in the format"),
+        ("{{ ('{0}' * 100000).format('x' * 100000) }}", "writes more than 4194304"),
+        ("{{ 'x'.center(1500000000) }}", "center could write"),
+        ("{{ 'x'.ljust(width=1500000000) }}", r"ljust\(\) takes no keyword|ljust could write"),
+        ("{{ 'x'.zfill(1500000000) }}", "zfill could write"),
+        ("{{ 'x' | center(1500000000) }}", "center could write"),
+        ("{{ 'x\ny' | indent(1500000000) }}", "indent could write"),
+        ("{{ [1] | batch(1500000000, 0) | list }}", "batch could write"),
+        ("{{ 2.5 | round(999999999, 'ceil') }}", "rounds to more than 64 digits"),
+        ("{{ ('x' * 100000).replace('x', 'y' * 100000) }}", "replace could write"),
+        ("{{ ('y' * 100000).join(['x'] * 1000) }}", "join could write"),
+        ("{{ ('x' * 900) | map('upper') | join('y' * 100000) }}", "join could write"),
+        (DOUBLED + "{% set n.a = n.a ~ n.a %}{% endfor %}", "writes more than 4194304"),
+        (DOUBLED + "{% set n.a = n.a + n.a %}{% endfor %}", "adds up to more than 4194304"),
+        (DOUBLED + "{% set n.a %}{{ n.a }}{{ n.a }}{% endset %}{% endfor %}", "writes more than 4194304"),
+        (DOUBLED + "{% set n.b = n.b * n.b %}{% endfor %}", "a number of more than 4096 bits"),
+    ],
+)
+def test_templates_that_would_write_too_much_at_once(template, message, loaded):
+    """None of them may start on it: most are one call that nothing could interrupt."""
+    tokenizer = dataclasses.replace(loaded["qwen"], chat_template=template)
+    with pytest.raises(InputError, match=f"^chat template: .*({message})") as error:
+        tokenizer.render_chat("hi")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in 'x' * 100000 %}{% for b in 'x' * 100000 %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n > 0 %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{{ [1] | slice(1000000000) | list }}",  # folded: it runs out of time while jinja2 compiles it
+        *(NESTED + use for use in ("{{ n.a }}", "{{ n.a | tojson }}", "{{ '%s' % n.a }}", "{{ '{!r}'.format(n.a) }}")),
+    ],
+)
+def test_templates_that_take_for_ever(template, loaded, monkeypatch):
+    """In a thread that is not the main one, too; and the trace function of before is back afterwards."""
+    monkeypatch.setattr(tokenizer_module, "MAX_SECONDS", 0.1)
+    tokenizer = dataclasses.replace(loaded["qwen"], chat_template=template)
+    said = []
+
+    def trace(frame, event, arg):
+        return None
+
+    def work():
+        sys.settrace(trace)
+        try:
+            tokenizer.render_chat("hi")
+        except InputError as e:
+            said.extend([str(e), sys.gettrace() is trace])
+        finally:
+            sys.settrace(None)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert said == ["chat template: takes more than 0.1 s of processor time", True]
+
+
+def test_time_runs_out_in_spite_of_callbacks_of_the_garbage_collector(loaded, monkeypatch):
+    """Python drops what a trace function raises in one, and the trace with it. This one takes most of the time."""
+    monkeypatch.setattr(tokenizer_module, "MAX_SECONDS", 0.2)
+    template = "{% for i in 'x' * 3000 %}{{ collect() }}{% endfor %}"
+    tokenizer = dataclasses.replace(loaded["qwen"], chat_template=template)
+
+    def collected(phase, info):
+        total = 0
+        for i in range(30000):
+            total += i
+
+    gc.callbacks.append(collected)
+    try:
+        with pytest.raises(InputError, match=r"takes more than 0\.2 s of processor time"):
+            tokenizer.render_chat("hi", collect=lambda: gc.collect(0))
+    finally:
+        gc.callbacks.remove(collected)
+
+
+def test_the_bounds_leave_ordinary_templates_alone(loaded):
+    """Against jinja2 without any of them."""
+    template = """{{ 'ab' * 3 }}{{ 2 ** 10 }}{{ 7 % 3 }}{{ '%5.1f|%-4s|' % (2.5, 'a') }}
+{{ '{:>4}{}{a[b]!r:^9}'.format(1, 'q', a={'b': 'c'}) }}{{ '{a}'.format_map({'a': 1}) }}{{ ('<{}>' | safe).format('<') }}
+{{ 'a' | center(5) }}{{ [1, 2] | join(', ') }}{{ ','.join(['a', 'b']) }}{{ 'a' ~ 1 ~ none }}{{ none }}{{ [1] + [2] }}
+{{ 2.567 | round(2) }}{{ 'a-b'.replace('-', '+') }}{{ '%d' | format(3) }}{{ 'a\nb' | indent(2) }}{{ x }}{{ 1.5 ** 2 }}
+{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(f(2)) }}{% set y %}{{ f(1) }}{% endset %}{{ y }}{{ 'x'.zfill(3) }}
+{{ [3, 1] | sort | map('string') | join('-') }}{{ [[1, 2, 3] | batch(2, 0) | list, [1, 2] | sum] }}
+{{ 'a b' | title }}"""
+    want = tokenizer_module.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+    got = dataclasses.replace(loaded["qwen"], chat_template=template).render_chat("hi")
+    assert got == want.render() and "ababab" in got
+
+
+def test_a_lone_surrogate_and_an_empty_prompt_are_refused(loaded):
+    tokenizer = dataclasses.replace(loaded["qwen"], chat_template="{{ '\\ud800' }}")
+    with pytest.raises(InputError, match=r"^chat template: writes '\\ud800', which is not valid Unicode text$"):
+        tokenizer.encode_chat("hi")
+    tokenizer = dataclasses.replace(loaded["qwen"], chat_template="{% if false %}x{% endif %}")
+    assert tokenizer.render_chat("hi") == ""
+    with pytest.raises(InputError, match=r"^chat template: writes nothing$"):
+        tokenizer.encode_chat("hi")
+
+
 def test_a_template_may_ask_for_the_date(loaded, monkeypatch):
     class Fixed(tokenizer_module.datetime.datetime):
         @classmethod
@@ -216,10 +338,22 @@ def test_no_template():
     assert tokenizer.encode_chat("hi") == tokenizer.encode("hi")
 
 
-@pytest.mark.parametrize("eos", [[], ["x"], 10**6, -1, True, {"a": 1}])
+@pytest.mark.parametrize("eos", [[], ["x"], 10**6, 2**40, -1, True, {"a": 1}])
 def test_no_usable_end(eos, tmp_path):
     folder = copy_of("llama3", tmp_path, eos_token=None)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     with pytest.raises(InputError, match="declares no usable end-of-sequence token") as error:
         Tokenizer.load(folder)
     assert "\n" not in str(error.value)
+
+
+def test_ids_may_be_sparse(tmp_path):
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 3, "</s>": 900}, unk_token="a"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for eos, usable in ((900, True), (3, True), (0, False), (899, False)):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        if usable:
+            assert Tokenizer.load(tmp_path).eos_ids == (eos,)
+        else:
+            with pytest.raises(InputError, match=rf"no usable end-of-sequence token \(eos_token_id=\[{eos}\]\)"):
+                Tokenizer.load(tmp_path)

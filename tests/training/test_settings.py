@@ -259,10 +259,9 @@ def test_an_error_is_one_line_on_stderr(error, monkeypatch, capsys):
     def work():
         raise error("a\nb: is\r\nmissing")
 
+    monkeypatch.setattr(cli.app, "run", lambda main, flags_parser: main(["program"]))
+    monkeypatch.setattr(cli.logging, "set_verbosity", lambda level: None)
     with pytest.raises(SystemExit) as end:
-        monkeypatch.setattr(cli.app, "run", lambda main, flags_parser: main(["program"]))
-        monkeypatch.setattr(cli.flags.FLAGS["verbosity"], "present", 1)
-        monkeypatch.setattr(cli.flags, "FLAGS", {"verbosity": cli.flags.FLAGS["verbosity"]})
         cli.run_without_config(work)
     assert end.value.code == {InputError: cli.BAD_INPUT, RunError: cli.FAILED}[error]
     assert capsys.readouterr().err == "error: a b: is missing\n"
