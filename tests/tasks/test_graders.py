@@ -125,7 +125,7 @@ def test_a_group_that_takes_too_long(response):
     with Graders(1, timeout_s=2.0) as pool:
         process = pid(pool)
         late, next_one = pool.submit(odd("late?"), [response]), pool.submit(odd(), ["half"])
-        with pytest.raises(GradingError, match=r"^grading 'late\?': took longer than 0.3 s$"):
+        with pytest.raises(GradingError, match=r"^grading 'late\?': took longer than 2 s$"):
             late.result(WAIT)
         assert next_one.result(WAIT) == [0.5]
         assert gone(process)
