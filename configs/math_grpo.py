@@ -13,16 +13,31 @@ long_tail       `tiny` on four slices, with responses of 8 to 80 tokens: what `p
                 Hardware: 2 CPU cores as four devices (XLA_FLAGS=--xla_force_host_platform_device_count=4).
                 Time: about 3 minutes.  Expected: `pipeline/bubble_iterations` a third of what
                 `--config.pipeline.mode=sync` has, once the prompts were seen.
+mixture         `tiny` on two tasks at a time, a quarter of the prompts short chains and the rest long ones.
+                Hardware: 2 CPU cores, 2 GiB.  Time: about 2 minutes.  Expected: held-out greedy
+                accuracy from 0.09 (short) and 0.02 (long) to 0.99 in both.
 smoke           a few steps of `tiny` for continuous integration.
                 Hardware: 2 CPU cores.  Time: under 60 s.  Expected: runs to the end; nothing is learned.
+
+VARIANT+TASK+TASK trains on a mixture of these tasks, as `smollm2+gsm8k+countdown`, each with a section of its own:
+`--config.tasks.gsm8k.path=train.jsonl --config.tasks.countdown.weight=0.5`. See docs/tasks.md.
 """
 
 import ml_collections
 
-VARIANTS = ("tiny", "smollm2", "long_tail", "smoke")
+VARIANTS = ("tiny", "smollm2", "long_tail", "mixture", "smoke")
+
+
+def add_task(c: ml_collections.ConfigDict, label: str, **fields) -> None:
+    """Adds a task to the mixture. Its fields are those of `c.task`, also where these are set later, but for the name,
+    which is the label, and those given or set for itself.
+    """
+    c.tasks[label] = ml_collections.ConfigDict({field: c.task.get_oneway_ref(field) for field in c.task})
+    c.tasks[label].update({"name": label, **fields})
 
 
 def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
+    variant, *labels = variant.split("+")
     if variant not in VARIANTS:
         raise ValueError(f"no variant {variant!r}; there are {', '.join(VARIANTS)}")
     c = ml_collections.ConfigDict()
@@ -31,14 +46,24 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
 
     # --- what is trained on
     c.task = ml_collections.ConfigDict()
-    c.task.name = "arithmetic"  # "arithmetic" (generated) | "gsm8k" (JSONL in its format)
-    c.task.path = ""  # the JSONL file, for gsm8k
+    c.task.name = "arithmetic"  # generated: "arithmetic" | "countdown" | "equations"; from files: "gsm8k" | "math" |
+    # "dapo" | "qa" (question and answer); see docs/tasks.md
+    c.task.weight = 1.0  # in a mixture: share of the prompts, against the other tasks' weights
+    c.task.path = ""  # a JSONL, JSON or Parquet file, a directory of them, or hf:ORG/NAME[:SPLIT][:CONFIG]
+    c.task.eval_path = ""  # held-out problems; "": some of those of path
+    c.task.question_column = ""  # "": as the data set of that name has it; dots lead into objects
+    c.task.answer_column = ""
+    c.task.template = ""  # "plain" | "instruct" | "qa" | a text with {question} and {instruction}; "": the task's own
+    c.task.answer_style = ""  # that is asked for: "hashes" (#### 7) | "boxed" (LaTeX) | "phrase" (Answer: 7)
+    c.task.code_reward = ""  # of programs: "all" tests must pass (also ""), or the "fraction" that does
+    c.task.completion = False  # HumanEval: the response goes on where the prompt ends, for models that do not chat
     c.task.seed = 0  # of the generated problems, or of the split
     c.task.train_size = 128  # prompts of an epoch
     c.task.eval_size = 256  # held-out prompts
-    c.task.difficulties = (2, 3, 4, 5, 6)  # arithmetic: operations per problem
+    c.task.difficulties = (2, 3, 4, 5, 6)  # of generated problems: operations, numbers or levels
     c.task.system_prompt = ""  # chat models: the system message; empty leaves it to the chat template
     c.task.chat_date = "2024-07-26"  # today, for chat templates that write it: prompts are the same on another day
+    c.tasks = ml_collections.ConfigDict()  # a mixture, in place of the one task: a section like `task` for each
 
     # --- where weights come from when the workdir has no checkpoint
     c.init = ml_collections.ConfigDict()
@@ -154,8 +179,18 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
         0.05  # cross_step: most of a step's prompts, as a share, that may join the next for late responses
     )
     c.grading = ml_collections.ConfigDict()
-    c.grading.workers = 1  # processes that grade while others decode; 0: the controller does
-    c.grading.timeout = 0.0  # seconds that one prompt's grades may take; 0: any
+    c.grading.workers = 1  # processes that grade while others decode; 0: the controller does, and compares no formulas
+    c.grading.timeout = 0.0  # seconds that one response's grade may take; 0: any (formulas have 2 s anyhow)
+
+    # --- where model-written programs run (bubblewrap), and what one grading of them may take
+    c.sandbox = ml_collections.ConfigDict()
+    c.sandbox.wall_s = 10.0  # seconds
+    c.sandbox.cpu_s = 5  # seconds of CPU time
+    c.sandbox.memory_mb = 512
+    c.sandbox.output_kb = 1024  # of standard output, and of standard error
+    c.sandbox.files_mb = 16  # of all files together
+    c.sandbox.open_files = 64
+    c.sandbox.unsafe_subprocess = False  # without bubblewrap: programs may do whatever this user may
 
     # --- evaluation and checkpoints
     c.eval = ml_collections.ConfigDict()
@@ -164,7 +199,11 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     c.checkpoint.every = 10  # steps; also after the last
     c.checkpoint.keep = 2
 
-    if variant == "smoke":
+    if variant == "mixture":
+        c.task.eval_size = 128
+        add_task(c, "short", name="arithmetic", difficulties=(2, 3), weight=1.0)
+        add_task(c, "long", name="arithmetic", difficulties=(5, 6), weight=3.0)
+    elif variant == "smoke":
         c.steps = 4
         c.task.train_size, c.task.eval_size = 8, 16
         c.rollout.prompts_per_step, c.rollout.samples_per_prompt = 4, 4
@@ -191,4 +230,6 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
         c.optimizer.remat = "full"
         c.eval.every, c.checkpoint.every = 8, 2
         c.checkpoint.keep = 1
+    for label in labels:
+        add_task(c, label)
     return c

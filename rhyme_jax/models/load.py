@@ -16,7 +16,7 @@ from rhyme_jax.models.params import init_params
 from rhyme_jax.models.tokenizer import Tokenizer
 
 EMBEDDED = pathlib.Path(__file__).parent / "embedded"
-EMBEDDED_NAMES = ("tiny",)
+EMBEDDED_NAMES = ("code_tiny", "tiny")
 RANDOM = {  # shapes of known models, with random weights: to measure costs, not to learn anything
     "15m": DecoderConfig(vocab_size=4096, width=384, layers=8, q_heads=6, kv_heads=2, head_dim=64, mlp_width=1024),
     "0.5b": DecoderConfig(  # Qwen2.5-0.5B

@@ -16,10 +16,12 @@ import dataclasses
 
 import numpy as np
 
-from rhyme_jax.errors import InputError
+from rhyme_jax.tasks.generated import check_difficulties, draw_distinct
+from rhyme_jax.tasks.problems import MathProblem, Source, Split
 
 ALPHABET = "0123456789+-=?#\n "
 MAX_VALUE = 99
+MAX_DIFFICULTY = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,21 @@ class Chain:
         return "".join(self.steps()) + final_line(self.values[-1])
 
 
+@dataclasses.dataclass(frozen=True)
+class ChainProblem(MathProblem):
+    """A chain to work out."""
+
+    solution: str
+
+    @classmethod
+    def of(cls, chain: Chain, task: str) -> "ChainProblem":
+        answer = str(chain.values[-1])
+        return cls(chain.question, False, task, answer, ("hashes",), chain.worked_solution())
+
+    def reference(self) -> str:
+        return self.solution
+
+
 def final_line(answer: int) -> str:
     return f"#### {answer}"
 
@@ -83,32 +100,39 @@ def sample_chain(rng: np.random.Generator, difficulty: int) -> Chain:
 
 
 def generate(
-    count: int, difficulties: tuple[int, ...], seed: int, exclude: frozenset[Chain] = frozenset()
+    count: int,
+    difficulties: tuple[int, ...],
+    seed: int,
+    exclude: frozenset[Chain] = frozenset(),
+    section: str = "task",
+    more: tuple[int, ...] = (),
 ) -> list[Chain]:
     """`count` distinct chains, none in `exclude`, with difficulties in equal shares and in random order.
+
+    Args:
+      section: of the config, for the error.
+      more: goes into the seed, too.
 
     Raises:
       InputError: the difficulties do not hold that many different chains.
     """
-    rng = np.random.default_rng([seed, 0xA817])
-    seen, chains = set(exclude), []
-    for i in range(count):
-        for _ in range(1000):
-            chain = sample_chain(rng, difficulties[i % len(difficulties)])
-            if chain not in seen:
-                break
-        else:
-            raise InputError(
-                f"task.train_size/eval_size: too few different problems of difficulty "
-                f"{difficulties[i % len(difficulties)]}; ask for fewer or add difficulties"
-            )
-        seen.add(chain)
-        chains.append(chain)
-    order = rng.permutation(len(chains))
-    return [chains[i] for i in order]
+    return draw_distinct(sample_chain, count, difficulties, (seed, 0xA817, *more), exclude, section)
 
 
-def split(train_size: int, eval_size: int, difficulties: tuple[int, ...], seed: int) -> tuple[list[Chain], list[Chain]]:
+def split(
+    train_size: int, eval_size: int, difficulties: tuple[int, ...], seed: int, section: str = "task"
+) -> tuple[list[Chain], list[Chain]]:
     """Disjoint train and eval chains. The eval set depends on the seed, not on the size of the train set."""
-    evaluation = generate(eval_size, difficulties, seed + 1)
-    return generate(train_size, difficulties, seed, exclude=frozenset(evaluation)), evaluation
+    evaluation = generate(eval_size, difficulties, seed + 1, section=section)
+    # Train streams have a number more, or the one of seed 1 would be seed 0's eval stream. Seed 0 has no such neighbour
+    # and keeps the stream of the recorded runs.
+    more = (1,) if seed else ()
+    return generate(train_size, difficulties, seed, frozenset(evaluation), section, more), evaluation
+
+
+def load(source: Source) -> Split:
+    """The task's problems. A base model goes on with the question as it is."""
+    options = source.options
+    check_difficulties(source, 1, MAX_DIFFICULTY, "operations")
+    both = split(options.train_size, options.eval_size, tuple(options.difficulties), options.seed, source.section)
+    return tuple([ChainProblem.of(c, source.task) for c in chains] for chains in both)

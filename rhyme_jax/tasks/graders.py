@@ -1,7 +1,8 @@
 """Grading in processes of its own, while the devices decode.
 
-Each worker is a Python process and a thread here that feeds it one group at a time. So a process that dies or hangs
-costs one group, which can be named, and is replaced; a `concurrent.futures.ProcessPoolExecutor` breaks as a whole and
+Each worker is a Python process and a thread here that feeds it one group at a time. It answers text by text, so that a
+process that dies or hangs costs the grade of one text: that one is NaN (the loop masks and counts it), the process is
+replaced, and the new one goes on with the next text. A `concurrent.futures.ProcessPoolExecutor` breaks as a whole and
 cannot end a worker that hangs. The processes are started afresh: forking is unsafe beside JAX's threads, and
 `multiprocessing`'s "spawn" imports the main module again, which for an experiment means JAX in each.
 """
@@ -25,8 +26,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rhyme_jax.errors import RunError, one_line
+from rhyme_jax.tasks import symbolic
 from rhyme_jax.tasks.problems import Problem
 
+FIRST_SECONDS = 10.0  # more for the first text of a process: it may have to load what it grades with
 LOOK_SECONDS = 0.5  # how often a process that says nothing is looked at
 JOIN_SECONDS = 5.0  # most that `close` waits for a thread
 
@@ -45,8 +48,10 @@ class Graders:
         """Returns at once; the processes start in the background.
 
         Args:
-          workers: processes. 0 grades in the calling thread, at `submit`.
-          timeout_s: most seconds that a group may take, 0 for any; cannot be kept with workers=0.
+          workers: processes. 0 grades in the calling thread, at `submit`, where formulas cannot be compared: a grade
+            for which that matters is NaN (see `grading.grade`), and a problem that ends its process ends the caller.
+          timeout_s: most seconds that one text may take, 0 for any; cannot be kept with workers=0. Formulas have a
+            limit of their own, `symbolic.SECONDS`, in any case.
         """
         if workers < 0 or not timeout_s >= 0:
             raise ValueError(f"graders: workers={workers}, timeout_s={timeout_s}: must not be negative")
@@ -64,9 +69,9 @@ class Graders:
         """Grades the responses to one problem, whose class must be importable (not one of the main module).
 
         Returns:
-          A future of the rewards in the order of the texts, list[float]; NaN where a grade is None. Its result()
-          raises GradingError where grading raises, takes longer than timeout_s or takes its process down, and where
-          `close` comes first.
+          A future of the rewards in the order of the texts, list[float]; NaN where a grade is None, and where it takes
+          longer than timeout_s or takes its process down. Its result() raises GradingError where grading raises, where
+          no process can be started, and where `close` comes first.
 
         Raises:
           ValueError: the graders are closed.
@@ -109,16 +114,22 @@ class Graders:
 
             def graded(problem=problem, texts=texts) -> list[float]:
                 nonlocal process
-                if process is None:
-                    process = self._start()
-                try:
-                    return process.grade(problem, texts, self._timeout_s)
-                except _Lost:
-                    self._drop(process)
-                    process = None
-                    if self._closed:
-                        raise _Lost("the graders were closed") from None
-                    raise
+                rewards: list[float] = []
+                while True:
+                    if process is None:
+                        process = self._start()
+                    try:
+                        process.grade(problem, texts[len(rewards) :], self._timeout_s, rewards)
+                    except _Lost as lost:
+                        self._drop(process)
+                        process = None
+                        if self._closed:
+                            raise _Lost("the graders were closed") from None
+                        if not lost.at_text:
+                            raise
+                        rewards.append(math.nan)
+                    if len(rewards) == len(texts):
+                        return rewards
 
             if future.set_running_or_notify_cancel():
                 _settle(future, problem, graded)
@@ -140,7 +151,11 @@ class Graders:
 
 
 class _Lost(Exception):
-    """The process is gone, and why."""
+    """The process is gone, and why; or with `at_text`, while it graded a text."""
+
+    def __init__(self, cause: str, at_text: bool = False):
+        super().__init__(cause)
+        self.at_text = at_text
 
 
 class _Failed(Exception):
@@ -186,26 +201,36 @@ class _Process:
                     "JAX_PLATFORMS": "cpu",
                 },
             )
-        self._ready = False
+        self._ready = self._warm = False  # has started; has graded
 
-    def grade(self, problem: Problem, texts: list[str], timeout_s: float) -> list[float]:
-        """Raises _Failed or _Lost; whatever pickling raises."""
+    def grade(self, problem: Problem, texts: list[str], timeout_s: float, rewards: list[float]) -> None:
+        """Appends the rewards of the texts one by one. Raises _Failed or _Lost; whatever pickling raises."""
         group = pickle.dumps((problem, texts))
+        expected, at_text = len(rewards) + len(texts), False
         try:
             if not self._ready:
-                self._ready = self._receive(math.inf)
+                self._receive(math.inf)
+                self._ready = True
             self._connection.send_bytes(group)
-            rewards, failure = self._receive(timeout_s)
+            self._receive_from(math.inf)  # it has read the group
+            at_text = True
+            while len(rewards) < expected:
+                rewards.append(self._receive_from(timeout_s + (0.0 if self._warm else FIRST_SECONDS)))
+                self._warm = True
         except TimeoutError:
             self.kill()
-            raise _Lost(f"took longer than {timeout_s:g} s") from None
+            raise _Lost(f"took longer than {timeout_s:g} s", at_text) from None
         except (EOFError, OSError):
             self.end()
             when = "died" if self._ready else "did not start"
-            raise _Lost(f"the grading process {when} (exit code {self._popen.returncode})") from None
+            raise _Lost(f"the grading process {when} (exit code {self._popen.returncode})", at_text) from None
+
+    def _receive_from(self, timeout_s: float) -> float | None:
+        """As `_receive`; raises _Failed."""
+        reward, failure = self._receive(timeout_s)
         if failure:
             raise _Failed(failure)
-        return rewards
+        return reward
 
     def kill(self) -> None:
         """With the processes it has started, if any."""
@@ -234,19 +259,26 @@ class _Process:
 
 
 def serve(handle: int) -> None:
-    """A grading process's life: takes (problem, texts), gives (rewards, None) or (None, what was raised)."""
+    """A grading process's life: takes (problem, texts), gives (None, None) when it has them and (reward, None) for each
+    text, up to one that raises: (None, what was raised).
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         # The kernel ends it with the thread that started it, also while it is stuck in, say, a regular expression.
         # Elsewhere it ends when it next looks at the pipe.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    symbolic.enable()
     with Connection(handle) as connection, contextlib.suppress(EOFError, ConnectionError):
         connection.send(True)
         while True:
             group = connection.recv_bytes()
             try:
-                answer = _grade(*pickle.loads(group)), None
+                problem, texts = pickle.loads(group)
+                connection.send((None, None))
+                for text in texts:
+                    connection.send((_grade(problem, [text])[0], None))
+            except ConnectionError:
+                raise
             except Exception as e:
-                answer = None, _say(e)
-            connection.send(answer)
+                connection.send((None, _say(e)))

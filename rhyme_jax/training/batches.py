@@ -36,16 +36,24 @@ class Prompt:
     def of(
         cls, problem: Problem, tokenizer: Tokenizer, system_prompt: str, today: datetime.date, max_tokens: int
     ) -> "Prompt":
-        """Raises InputError where it has more tokens than that.
+        """The prompt of a problem.
 
         Args:
           system_prompt: "" for none.
           today: what chat templates take for it.
+
+        Raises:
+          InputError: it has more than max_tokens tokens, or the tokenizer does not know all of its characters.
         """
         if problem.chat:
             tokens = tokenizer.encode_chat(problem.question, system_prompt or None, today)
         else:
             tokens = tokenizer.encode_prompt(problem.question)
+        if unknown := _unknown(tokenizer, problem.question, tokens):
+            raise InputError(
+                f"init.weights: its tokenizer does not know {unknown!r}, as in {problem.question[:40]!r} of the task "
+                f"{problem.task!r}; that task needs a model with a larger alphabet"
+            )
         tokens = np.array(tokens, np.int32)
         if len(tokens) > max_tokens:
             raise InputError(
@@ -55,10 +63,26 @@ class Prompt:
         return cls(problem, tokens, prompt_id(tokens))
 
 
+def _unknown(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> str:
+    """The characters of a text that a model would see as its token for the unknown, the first few. "" where the
+    prompt's tokens hold none.
+    """
+    name = getattr(tokenizer.backend.model, "unk_token", None) or (tokenizer.special_tokens or {}).get("unk_token")
+    unknown = None if name is None else tokenizer.backend.token_to_id(name)
+    if unknown is None or unknown not in tokens:
+        return ""
+    encoded = tokenizer.backend.encode(text, add_special_tokens=False)
+    spans = [text[a:b] for i, (a, b) in zip(encoded.ids, encoded.offsets, strict=True) if i == unknown]
+    return "".join(dict.fromkeys("".join(spans)))[:20]
+
+
 def make_requests(
-    prompts: Sequence[Prompt], words: Sequence[int], budget: int, expected_G: Sequence[float] | None = None
+    prompts: Sequence[Prompt],
+    words_G: Sequence[Sequence[int]],
+    budget: int,
+    expected_G: Sequence[float] | None = None,
 ) -> list[Request]:
-    """A rollout of each prompt under each noise word.
+    """A rollout of each prompt under each of its noise words.
 
     Args:
       expected_G: predicted tokens of a response to each prompt; 0 is unknown, None: so are all.
@@ -67,7 +91,7 @@ def make_requests(
     return [
         Request(p.tokens, p.id, sample, word, g, budget, float(expected_G[g]))
         for g, p in enumerate(prompts)
-        for sample, word in enumerate(words)
+        for sample, word in enumerate(words_G[g])
     ]
 
 
@@ -172,6 +196,7 @@ class Graded:
         """What `samples/` keeps of each rollout, of a batch that was learned from at a step."""
         for n, r in enumerate(self.requests):
             yield {
+                "task": self.prompts[n].problem.task,
                 "prompt": self.prompts[n].problem.question,
                 "sample": r.sample,
                 "completion": decode(self.rollouts.response(n)),
@@ -202,6 +227,22 @@ class Graded:
             "rollout/accepted": int(rollouts.accepted_N.sum()),
             "rollout/acceptance": rollouts.acceptance,
         }
+
+    def task_metrics(self) -> dict[str, float]:
+        """Of rewards and lengths, by task."""
+        tasks_N = np.array([p.problem.task for p in self.prompts])
+        metrics = {}
+        for task in dict.fromkeys(tasks_N.tolist()):
+            of_task_N = tasks_N == task
+            rewards = self.rewards_N[of_task_N & ~np.isnan(self.rewards_N)]
+            metrics |= {
+                f"task/{task}/responses": int(of_task_N.sum()),
+                f"task/{task}/reward_mean": float(rewards.mean()) if rewards.size else math.nan,
+                f"task/{task}/accuracy": float((rewards >= 1).mean()) if rewards.size else math.nan,
+                f"task/{task}/length_mean": float(self.rollouts.response_length_N[of_task_N].mean()),
+                f"task/{task}/failed_grades": int(np.isnan(self.rewards_N[of_task_N]).sum()),
+            }
+        return metrics
 
 
 def graded(step: StepRollouts, groups) -> Graded:

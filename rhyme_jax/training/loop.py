@@ -41,8 +41,8 @@ from rhyme_jax.histospec.telemetry import EpochCounts, draft_metrics, predicted
 from rhyme_jax.models.export import check_model_files, keep_model_files
 from rhyme_jax.models.load import Model, open_model
 from rhyme_jax.tasks.graders import Graders
-from rhyme_jax.tasks.problems import Problem, load_problems
-from rhyme_jax.tasks.stream import PromptStream
+from rhyme_jax.tasks.problems import Problem, Split, load_mixture, load_problems
+from rhyme_jax.tasks.stream import MixtureStream, PromptStream
 from rhyme_jax.training import distributed
 from rhyme_jax.training.batches import (
     Graded,
@@ -57,7 +57,7 @@ from rhyme_jax.training.checkpoints import Checkpoints
 from rhyme_jax.training.console import Console, Stopwatch, duration
 from rhyme_jax.training.gradients import GradientStream, rows_of_updates, update_policy
 from rhyme_jax.training.sampling import Sampler, read_costs, slices_of
-from rhyme_jax.training.settings import ROUND_BITS, Settings
+from rhyme_jax.training.settings import ROUND_BITS, Settings, Task
 from rhyme_jax.training.workdir import Workdir, read_metrics
 
 
@@ -66,7 +66,7 @@ class Progress:
     """What the loop carries from step to step beside arrays; saved with each checkpoint, never derived."""
 
     steps: int = 0  # done
-    stream: dict = dataclasses.field(default_factory=lambda: {"epoch": 0, "index": 0})
+    stream: dict = dataclasses.field(default_factory=dict)  # the position in the data, of each task
     seconds: float = 0.0  # of training, over all starts
     evicted_prompts: int = 0
     first_eval: dict = dataclasses.field(default_factory=dict)  # accuracies of the initial weights
@@ -86,20 +86,20 @@ class Trainer:
         self.settings = s = Settings.from_config(config)
         self.console = console
         slices = slices_of(s, devices)
-        train, evaluation = load_problems(s.task)
-        self.stream = PromptStream(len(train), s.rollout.prompts_per_step, s.seed)
+        loaded_tasks, self.stream = self._load_tasks()
         self.history = HistoryStore(s.history.depth, s.history.max_tokens)
         self.lengths = LengthPredictor(first=s.rollout.max_new_tokens / 2)
 
         loaded = open_model(s.init.weights, s.model.dtype, s.model.param_dtype)
         self.model = dataclasses.replace(loaded.config, head_dtype=s.model.head_dtype)
         self.tokenizer = loaded.tokenizer
-        self.train_prompts, self.eval_prompts = (
+        self.train_prompts, self.eval_prompts = (  # one task after the other
             [
-                Prompt.of(p, self.tokenizer, s.task.system_prompt, s.task.today, s.rollout.max_prompt_tokens)
-                for p in problems
+                Prompt.of(p, self.tokenizer, task.system_prompt, task.today, s.rollout.max_prompt_tokens)
+                for task, problems in loaded_tasks
+                for p in problems[part]
             ]
-            for problems in (train, evaluation)
+            for part in (0, 1)
         )
         rollout, optimizer = s.rollout, s.optimizer.config(s.total_updates)
         loss, self.advantages = (make(rollout.max_new_tokens) for make in (s.grpo.loss, s.grpo.advantages))
@@ -135,6 +135,18 @@ class Trainer:
         except BaseException:
             self.workdir.abandon()
             raise
+
+    def _load_tasks(self) -> tuple[list[tuple[Task, Split]], PromptStream | MixtureStream]:
+        """The run's tasks with their problems, and the order of the train problems."""
+        s = self.settings
+        if not s.tasks:
+            problems = load_problems(s.task, say=self.console.line, sandbox=s.sandbox.sandbox())
+            return [(s.task, problems)], PromptStream(len(problems[0]), s.rollout.prompts_per_step, s.seed)
+        loaded = load_mixture(s.tasks, self.console.line, s.sandbox.sandbox())
+        sizes = {label: len(train) for label, (train, _) in loaded.items()}
+        weights = {label: task.weight for label, task in s.tasks.items()}
+        stream = MixtureStream(sizes, weights, s.rollout.prompts_per_step, s.seed)
+        return [(s.tasks[label], problems) for label, problems in loaded.items()], stream
 
     def _open(self, initial: Model, costs: CostTable | None) -> None:
         """Takes up the run where its workdir has it."""
@@ -272,12 +284,16 @@ class Trainer:
         """The next batch of prompts, for a step and a round of sampling within it: with the rollouts to make, what
         these may draft from, and how long they are expected to be.
         """
-        s, visit = self.settings.rollout, self.stream.epoch
-        prompts = [self.train_prompts[i] for i in self.stream.next()]
+        s = self.settings.rollout
+        indices_G, visits_G = self.stream.visit()
+        prompts = [self.train_prompts[i] for i in indices_G]
         forecast = self.lengths.predict([p.id for p in prompts])
         expected_G = np.where(forecast.seen_G, forecast.mean_G, 0.0)
-        words = [self._noise_word(step, number, visit, sample) for sample in range(s.samples_per_prompt)]
-        requests = make_requests(prompts, words, s.max_new_tokens, expected_G)
+        words_G = [
+            [self._noise_word(step, number, visit, sample) for sample in range(s.samples_per_prompt)]
+            for visit in visits_G.tolist()
+        ]
+        requests = make_requests(prompts, words_G, s.max_new_tokens, expected_G)
         return prompts, requests, self._history(prompts), forecast
 
     def _noise_word(self, step: int, number: int, epoch: int, sample: int) -> int:
@@ -404,6 +420,7 @@ class Trainer:
             "step": flight.step + 1,
             "epoch": rounds[0].epoch,
             **batch.metrics(samples),
+            **self._task_metrics(batch),
             "reward/overlong_penalty": float(overlong_penalty(self.advantages, rollouts.response_length_N).mean()),
             "rollout/rounds": len(rounds),
             "rollout/uninformative_groups": int((~self._informative(batch)).sum()),
@@ -421,6 +438,13 @@ class Trainer:
             "history/tokens": self.history.tokens,
             "history/evicted_prompts": self.history.evicted_prompts,
         }
+
+    def _task_metrics(self, batch: Graded) -> dict:
+        """By task, of a mixture."""
+        if not isinstance(self.stream, MixtureStream):
+            return {}
+        epochs = {f"task/{label}/epoch": epoch for label, epoch in self.stream.epochs().items()}
+        return batch.task_metrics() | epochs
 
     def _epoch_metrics(self, rollouts: Rollouts, ends: bool) -> dict:
         """Sums over the epoch, at the step that ends it."""
@@ -441,26 +465,31 @@ class Trainer:
             def each(flight: Flight, numbers: list[int], grades=grades) -> None:
                 for n in numbers:
                     response = flight.job.rows.response(n)
-                    grades.append((len(response), self.grade(self.eval_prompts[n].problem, [response])))
+                    grades.append((n, len(response), self.grade(self.eval_prompts[n].problem, [response])))
 
             name_of = _namer(self.eval_prompts)
             self.sampler.roll_out_apart(dispatcher, self.progress.steps, requests, name_of, each)
-            together = distributed.gather([(length, *rewards.result()) for length, rewards in grades])
-            results = np.array([r for results in together for r in results])
-            metrics[f"eval/accuracy_{name}"] = float(np.nan_to_num(results[:, 1]).mean())
-            metrics[f"eval/length_{name}"] = float(results[:, 0].mean())
+            together = distributed.gather([(n, length, *rewards.result()) for n, length, rewards in grades])
+            number_N, length_N, reward_N = np.array([r for results in together for r in results]).T
+            metrics[f"eval/accuracy_{name}"] = _mean_grade(reward_N)
+            metrics[f"eval/length_{name}"] = float(length_N.mean())
+            metrics[f"eval/failed_grades_{name}"] = int(np.isnan(reward_N).sum())
+            tasks_N = np.array([self.eval_prompts[int(n)].problem.task for n in number_N])
+            for label in self.settings.tasks:
+                metrics[f"task/{label}/eval_accuracy_{name}"] = _mean_grade(reward_N[tasks_N == label])
         self.progress.last_eval = {"step": self.progress.steps, **metrics}
         return metrics
 
     def _eval_requests(self) -> list[Request]:
         word = noise.fresh_word(self.progress.steps)
-        return make_requests(self.eval_prompts, [word], self.settings.rollout.max_new_tokens)
+        return make_requests(self.eval_prompts, [[word]] * len(self.eval_prompts), self.settings.rollout.max_new_tokens)
 
     def measure_costs(self) -> None:
         """`Sampler.measure_costs`, on requests like those of the run."""
         s = self.settings.rollout
-        prompts = self.train_prompts[: s.prompts_per_step]
-        requests = make_requests(prompts, [0] * s.samples_per_prompt, s.max_new_tokens)
+        # Of all tasks alike.
+        prompts = self.train_prompts[:: len(self.train_prompts) // s.prompts_per_step][: s.prompts_per_step]
+        requests = make_requests(prompts, [[0] * s.samples_per_prompt] * len(prompts), s.max_new_tokens)
         self._weights()
         self.sampler.measure_costs(requests, self._history(prompts), self._eval_requests())
 
@@ -474,13 +503,21 @@ class Trainer:
         self.console.line(f"step 0/{self.settings.steps} | {_eval_text(metrics)} | {duration(watch.seconds['eval'])}")
 
     def _result(self) -> dict:
-        evaluation = self.progress.last_eval
+        first, evaluation = self.progress.first_eval, self.progress.last_eval
+        of_tasks = {
+            label: {
+                f"eval_accuracy_{when}": values[f"task/{label}/eval_accuracy_greedy"]
+                for when, values in (("start", first), ("end", evaluation))
+            }
+            for label in self.settings.tasks
+        }
         return {
             "steps": self.progress.steps,
-            "eval_accuracy_start": self.progress.first_eval["eval/accuracy_greedy"],
+            "eval_accuracy_start": first["eval/accuracy_greedy"],
             "eval_accuracy_end": evaluation["eval/accuracy_greedy"],
-            "eval_sampled_accuracy_start": self.progress.first_eval["eval/accuracy_sampled"],
+            "eval_sampled_accuracy_start": first["eval/accuracy_sampled"],
             "eval_sampled_accuracy_end": evaluation["eval/accuracy_sampled"],
+            **({"tasks": of_tasks} if of_tasks else {}),
             **self.progress.comparison,
             "seconds": self.progress.seconds,
             "workdir": str(self.workdir.path),
@@ -520,6 +557,12 @@ class Trainer:
 def _namer(prompts: list[Prompt]) -> Callable[[int], str]:
     """What an error calls each of them."""
     return lambda group: f"{prompts[group].problem.question[:60]!r}"
+
+
+def _mean_grade(reward_N: np.ndarray) -> float:
+    """Of responses that could be graded; 0 where none could."""
+    graded_N = reward_N[~np.isnan(reward_N)]
+    return float(graded_N.mean()) if graded_N.size else 0.0
 
 
 def _eval_text(metrics: dict) -> str:

@@ -1,10 +1,11 @@
-"""Supervised pretraining of the embedded tiny model on demonstrations of the arithmetic task.
+"""Supervised pretraining of the embedded models on demonstrations of their tasks.
 
 Two stages: worked solutions alone until the model executes them reliably, then the mixture of styles that
 leaves GRPO its choice (see `tasks.demonstrations`). Every batch is a function of (seed, step), so a run can be
 repeated.
 """
 
+import dataclasses
 import functools
 import pathlib
 import time
@@ -21,12 +22,28 @@ from rhyme_jax.models.config import DecoderConfig
 from rhyme_jax.models.params import count_params, init_params
 from rhyme_jax.models.scoring import score_responses
 from rhyme_jax.models.tokenizer import Tokenizer, char_tokenizer
-from rhyme_jax.tasks import arithmetic
+from rhyme_jax.tasks import arithmetic, functions
 from rhyme_jax.tasks.demonstrations import WORKED_ONLY, Mixture
 from rhyme_jax.training.console import Console
 
 POOL = 16  # batches drawn together and sorted by length, so that a batch is padded little
-LENGTH_BUCKET = 16  # padded lengths are multiples of this, which bounds the number of compilations
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A task that a model is pretrained on. Its problems have a `question`, a `difficulty`, a `worked_solution()`, and
+    are hashable; `demonstrations.hasty` answers them.
+    """
+
+    alphabet: str  # every character of its texts
+    sample: Callable  # (rng, difficulty) -> a problem
+    split: Callable  # (train_size, eval_size, difficulties, seed) -> (train problems, eval problems)
+
+
+WORLDS = {
+    "arithmetic": World(arithmetic.ALPHABET, arithmetic.sample_chain, arithmetic.split),
+    "functions": World(functions.ALPHABET, functions.sample_function, functions.split),
+}
 
 
 def encode(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
@@ -34,11 +51,11 @@ def encode(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[tuple[lis
     return [(tokenizer.encode(p), [*tokenizer.encode(r), tokenizer.eos_ids[0]]) for p, r in pairs]
 
 
-def pad_batch(rows: list[tuple[list[int], list[int]]], pad_id: int) -> dict[str, np.ndarray]:
-    """Left-aligned rows: tokens_BS, prompt_length_B, response_length_B, with S and T in LENGTH_BUCKETs."""
+def pad_batch(rows: list[tuple[list[int], list[int]]], pad_id: int, bucket: int) -> dict[str, np.ndarray]:
+    """Left-aligned rows: tokens_BS, prompt_length_B, response_length_B, with S and T multiples of `bucket`."""
 
     def round_up(n):
-        return -(-n // LENGTH_BUCKET) * LENGTH_BUCKET
+        return -(-n // bucket) * bucket
 
     slots = round_up(max(len(r) for _, r in rows))
     positions = round_up(max(len(p) for p, _ in rows)) + slots
@@ -56,18 +73,18 @@ def pad_batch(rows: list[tuple[list[int], list[int]]], pad_id: int) -> dict[str,
 def batches(config, tokenizer: Tokenizer, exclude: frozenset) -> Iterator[dict[str, np.ndarray]]:
     """Batches for steps 0, 1, ...; worked solutions before `config.mixed_from`, the mixture after."""
     mixture = Mixture(worked=config.worked, sloppy=config.sloppy)
-    difficulties = tuple(config.difficulties)
+    difficulties, sample = tuple(config.difficulties), WORLDS[config.task].sample
     for pool in range(-(-config.steps // POOL)):
         rng = np.random.default_rng([config.seed, pool])
         style = WORKED_ONLY if pool * POOL < config.mixed_from else mixture
         pairs = []
         while len(pairs) < POOL * config.batch_size:
-            chain = arithmetic.sample_chain(rng, difficulties[rng.integers(len(difficulties))])
-            if chain not in exclude:
-                pairs.append((chain.question, style.response(chain, rng)))
+            problem = sample(rng, difficulties[rng.integers(len(difficulties))])
+            if problem not in exclude:
+                pairs.append((problem.question, style.response(problem, rng)))
         rows = sorted(encode(tokenizer, pairs), key=lambda row: len(row[1]))
         for start in rng.permutation(POOL) * config.batch_size:
-            yield pad_batch(rows[start : start + config.batch_size], tokenizer.pad_id)
+            yield pad_batch(rows[start : start + config.batch_size], tokenizer.pad_id, config.length_bucket)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "optimizer", "response_slots"), donate_argnames=("params", "opt"))
@@ -88,18 +105,18 @@ def _log_probs(params, model, tokens_BS, prompt_length_B, response_slots):
     return score_responses(params, model, tokens_BS, prompt_length_B, response_slots)[0]
 
 
-def worked_reliability(params, model: DecoderConfig, tokenizer: Tokenizer, chains: list[arithmetic.Chain]) -> float:
-    """Share of chains whose whole worked solution has probability above 1/2 in every token but the openings of
+def worked_reliability(params, model: DecoderConfig, tokenizer: Tokenizer, problems: list, bucket: int) -> float:
+    """Share of problems whose whole worked solution has probability above 1/2 in every token but the openings of
     lines (those choose a style, not a number). Greedy decoding of the worked form is then right.
     """
-    rows = encode(tokenizer, [(c.question, c.worked_solution()) for c in chains])
-    batch = pad_batch(rows, tokenizer.pad_id)
+    pairs = [(p.question, p.worked_solution()) for p in problems]
+    batch = pad_batch(encode(tokenizer, pairs), tokenizer.pad_id, bucket)
     likely_BT = np.asarray(_log_probs(params, model, **{k: v for k, v in batch.items() if k != "response_length_B"}))
     likely_BT = likely_BT > np.log(0.5)
-    newline = tokenizer.encode("\n")[0]
     right = [
-        all(likely_BT[b, t] for t in range(len(response)) if t and response[t - 1] != newline)
-        for b, (_, response) in enumerate(rows)
+        # A token is a character here, and the one after the text closes the response.
+        all(likely_BT[b, t] for t in range(len(text) + 1) if text[:t].rpartition("\n")[2].strip(" "))
+        for b, (_, text) in enumerate(pairs)
     ]
     return float(np.mean(right))
 
@@ -110,7 +127,9 @@ def make_model(config, directory: str, console: Console) -> None:
     Raises:
       InputError: the directory cannot be written, or the config is out of range.
     """
-    for name in ("steps", "mixed_from", "batch_size", "log_every", "warmup_steps"):
+    if config.task not in WORLDS:
+        raise InputError(f"task={config.task!r}: must be one of {', '.join(WORLDS)}")
+    for name in ("steps", "mixed_from", "batch_size", "length_bucket", "log_every", "warmup_steps"):
         if config[name] < 1:
             raise InputError(f"{name}={config[name]}: must be at least 1")
     if config.steps <= config.warmup_steps:
@@ -124,7 +143,7 @@ def make_model(config, directory: str, console: Console) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise InputError(f"--workdir={directory}: cannot be written ({e.strerror or e})") from e
-    tokenizer = char_tokenizer(arithmetic.ALPHABET)
+    tokenizer = char_tokenizer(WORLDS[config.task].alphabet)
     model = DecoderConfig(vocab_size=tokenizer.vocab_size, max_positions=256, **config.model.to_dict())
     console.line(f"pretraining {count_params(model):,} parameters for {config.steps} steps")
     params = pretrain(config, model, tokenizer, console.line)
@@ -139,7 +158,7 @@ def pretrain(config, model: DecoderConfig, tokenizer: Tokenizer, log: Callable[[
     Raises:
       FloatingPointError: the loss stopped being finite.
     """
-    _, held_out = arithmetic.split(1, config.exclude_size, tuple(config.difficulties), config.task_seed)
+    _, held_out = WORLDS[config.task].split(1, config.exclude_size, tuple(config.difficulties), config.task_seed)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, config.warmup_steps, config.steps, 0.02 * config.learning_rate
     )
@@ -156,7 +175,7 @@ def pretrain(config, model: DecoderConfig, tokenizer: Tokenizer, log: Callable[[
             mean = float(jnp.mean(jnp.stack(losses)))
             if not np.isfinite(mean):
                 raise FloatingPointError(f"pretraining: loss {mean} at step {step}")
-            reliable = worked_reliability(params, model, tokenizer, held_out[:256])
+            reliable = worked_reliability(params, model, tokenizer, held_out[:256], config.length_bucket)
             log(f"step {step}/{config.steps}  loss {mean:.4f}  worked {reliable:.3f}  {time.monotonic() - start:.0f} s")
             losses = []
         if step == config.steps:

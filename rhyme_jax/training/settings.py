@@ -8,6 +8,8 @@ import dataclasses
 import datetime
 import difflib
 import math
+import re
+import typing
 from typing import Any
 
 import ml_collections
@@ -28,6 +30,9 @@ from rhyme_jax.histospec.presets import PRESETS
 from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.models.config import DTYPES
 from rhyme_jax.models.lora import LoraConfig
+from rhyme_jax.tasks.code import REWARDS
+from rhyme_jax.tasks.problems import check_options
+from rhyme_jax.tasks.sandbox import Limits, Sandbox
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -47,8 +52,18 @@ def at_least(section: str, settings, minimum: int, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
+    """A section that names a task: `task`, or one of a mixture's `tasks`."""
+
     name: str
+    weight: float
     path: str
+    eval_path: str
+    question_column: str
+    answer_column: str
+    template: str
+    answer_style: str
+    code_reward: str
+    completion: bool
     seed: int
     train_size: int
     eval_size: int
@@ -56,16 +71,19 @@ class Task:
     system_prompt: str
     chat_date: str
 
-    def __post_init__(self):
-        for name in ("path", "system_prompt"):
-            if getattr(self, name) and self.name == "arithmetic":
-                raise InputError(f"task.{name}={getattr(self, name)!r}: is not used by task.name='arithmetic'")
-        at_least("task", self, 0, "seed")
-        at_least("task", self, 1, "train_size", "eval_size")
+    def check(self, section: str) -> None:
+        """Raises InputError, with the section's name, where a field is out of range or of no use to the task."""
+        at_least(section, self, 0, "seed")
+        at_least(section, self, 1, "train_size", "eval_size")
+        if not self.weight > 0:
+            raise InputError(f"{section}.weight={self.weight}: must be positive")
+        if self.code_reward:
+            one_of(f"{section}.code_reward", self.code_reward, REWARDS)
+        check_options(self, section)
         try:
             datetime.date.fromisoformat(self.chat_date)
         except ValueError as e:
-            raise InputError(f"task.chat_date={self.chat_date!r}: must be a date, as 2024-07-26") from e
+            raise InputError(f"{section}.chat_date={self.chat_date!r}: must be a date, as 2024-07-26") from e
 
     @property
     def today(self) -> datetime.date:
@@ -356,6 +374,26 @@ class Grading:
 
 
 @dataclasses.dataclass(frozen=True)
+class Programs:
+    """How model-written programs are run."""
+
+    wall_s: float
+    cpu_s: int
+    memory_mb: int
+    output_kb: int
+    files_mb: int
+    open_files: int
+    unsafe_subprocess: bool
+
+    def __post_init__(self):
+        self.sandbox()
+
+    def sandbox(self) -> Sandbox:
+        limits = {f.name: getattr(self, f.name) for f in dataclasses.fields(Limits)}
+        return Sandbox(Limits(**limits), self.unsafe_subprocess)
+
+
+@dataclasses.dataclass(frozen=True)
 class Eval:
     every: int
 
@@ -377,6 +415,7 @@ class Settings:
     seed: int
     steps: int
     task: Task
+    tasks: dict[str, Task]  # of a mixture, by label; none: `task` is the one task
     init: Init
     model: Model
     lora: Lora
@@ -389,6 +428,7 @@ class Settings:
     mesh: MeshShape
     pipeline: Pipeline
     grading: Grading
+    sandbox: Programs
     eval: Eval
     checkpoint: Checkpoint
 
@@ -397,18 +437,25 @@ class Settings:
             raise InputError(f"seed={self.seed}: must be from 0 to 2**31 - 1")
         if self.steps < 1:
             raise InputError(f"steps={self.steps}: must be at least 1")
-        if self.rollout.prompts_per_step > self.task.train_size:
-            raise InputError(
-                f"rollout.prompts_per_step={self.rollout.prompts_per_step}: must not exceed "
-                f"task.train_size={self.task.train_size}"
-            )
+        for label, task in self.tasks.items():
+            if not re.fullmatch(r"[a-z0-9_]+", label):
+                raise InputError(f"tasks.{label}: a task's label must be of lower-case letters, digits and _")
+            task.check(f"tasks.{label}")
+        if not self.tasks:
+            self.task.check("task")
+            if self.rollout.prompts_per_step > self.task.train_size:
+                raise InputError(
+                    f"rollout.prompts_per_step={self.rollout.prompts_per_step}: must not exceed "
+                    f"task.train_size={self.task.train_size}"
+                )
         if self.rollout.samples_per_prompt == 1 and self.grpo.of("baseline") in ("group", "leave_one_out"):
             raise InputError(
                 "rollout.samples_per_prompt=1: a group of one has no advantage, nothing would be learned; use 2 or more"
             )
+        eval_size = sum(t.eval_size for t in self.tasks.values()) if self.tasks else self.task.eval_size
         for name, prompts in (
             ("rollout.prompts_per_step", self.rollout.prompts_per_step),
-            ("task.eval_size", self.task.eval_size),
+            ("the eval_size of all tasks" if self.tasks else "task.eval_size", eval_size),
         ):
             if self.pipeline.slices > prompts:
                 raise InputError(f"pipeline.slices={self.pipeline.slices}: must not exceed {name}={prompts}")
@@ -496,13 +543,25 @@ def section(cls: type, values: dict, path: str) -> Any:
         if name not in values:
             raise InputError(f"config.{path}{name}: missing")
         value = values[name]
-        if dataclasses.is_dataclass(kind):
-            if not isinstance(value, dict):
-                raise InputError(f"config.{path}{name}={value!r}: must be a section of fields")
-            arguments[name] = section(kind, value, f"{path}{name}.")
+        if typing.get_origin(kind) is dict:  # of sections
+            sections = _fields(f"{path}{name}", value)
+            arguments[name] = {
+                label: section(
+                    typing.get_args(kind)[1], _fields(f"{path}{name}.{label}", fields), f"{path}{name}.{label}."
+                )
+                for label, fields in sections.items()
+            }
+        elif dataclasses.is_dataclass(kind):
+            arguments[name] = section(kind, _fields(f"{path}{name}", value), f"{path}{name}.")
         else:
             arguments[name] = _typed(f"{path}{name}", value, kind)
     return cls(**arguments)
+
+
+def _fields(name: str, value: Any) -> dict:
+    if not isinstance(value, dict):
+        raise InputError(f"config.{name}={value!r}: must be a section of fields")
+    return value
 
 
 def _typed(name: str, value: Any, kind: type) -> Any:

@@ -64,7 +64,7 @@ def test_every_variant_passes_unchanged(variant):
 
 
 def test_unknown_variants_list_the_known_ones():
-    with pytest.raises(ValueError, match="no variant 'large'; there are tiny, smollm2, long_tail, smoke"):
+    with pytest.raises(ValueError, match="no variant 'large'; there are tiny, smollm2, long_tail, mixture, smoke"):
         get_config("large")
 
 
@@ -295,7 +295,7 @@ def test_an_unknown_field_like_no_other_lists_them_all():
 
 
 def listed() -> str:
-    return ", ".join(f.name for f in dataclasses.fields(Settings) if dataclasses.is_dataclass(f.type))
+    return ", ".join(f.name for f in dataclasses.fields(Settings) if f.name not in ("seed", "steps"))
 
 
 AT_LEAST_0 = "must be at least 0"
@@ -308,6 +308,7 @@ OUT_OF_RANGE = [
     ("seed", 2**31, "must be from 0 to 2**31 - 1"),
     ("steps", 0, AT_LEAST_1),
     ("task.seed", -1, AT_LEAST_0),
+    ("task.weight", 0.0, POSITIVE),
     ("task.train_size", 0, AT_LEAST_1),
     ("task.eval_size", 0, AT_LEAST_1),
     ("model.dtype", "float16", "must be one of float32, bfloat16"),
@@ -382,6 +383,13 @@ OUT_OF_RANGE = [
     ("lora.rank", -1, "must be at least 0"),
     ("lora.rank", 2**31, "must be at most 65536"),
     ("lora.alpha", 0.0, "must be a positive number"),
+    ("task.code_reward", "most", "must be one of all, fraction"),
+    ("sandbox.wall_s", 0.0, "must be a number above 0 and at most 1048576"),
+    ("sandbox.cpu_s", 0, "must be a whole number above 0 and at most 1048576"),
+    ("sandbox.memory_mb", 0, "must be a whole number above 0 and at most 1048576"),
+    ("sandbox.output_kb", 0, "must be a whole number above 0 and at most 1048576"),
+    ("sandbox.files_mb", -1, "must be a whole number above 0 and at most 1048576"),
+    ("sandbox.open_files", 0, "must be a whole number above 0 and at most 1048576"),
     ("eval.every", 0, AT_LEAST_1),
     ("checkpoint.every", 0, AT_LEAST_1),
     ("checkpoint.keep", 0, AT_LEAST_1),
