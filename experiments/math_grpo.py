@@ -3,18 +3,7 @@
 python -m experiments.math_grpo [--config=configs/math_grpo.py:VARIANT] [--config.x.y=VALUE] [--workdir=DIR]
 """
 
-import datetime
-
-from rhyme_jax.training import cli, distributed, loop
-
-
-def experiment(config, variant: str, workdir: str | None) -> None:
-    if workdir is None:
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        workdir = f"runs/math_grpo-{variant}-{now}"
-    workdir = distributed.from_primary(workdir)  # one name, though the clocks of several processes differ
-    loop.train(config, workdir)
-
+from rhyme_jax.training import cli, loop
 
 if __name__ == "__main__":
-    cli.run(experiment, default_config="configs/math_grpo.py", several_processes=True)
+    cli.run(loop.experiment("math_grpo"), default_config="configs/math_grpo.py", several_processes=True)

@@ -18,6 +18,7 @@ A run starts from the first of these that exists: (1) the newest checkpoint of i
 
 import contextlib
 import dataclasses
+import datetime
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -588,6 +589,18 @@ def _step_line(metrics: dict, steps: int, left: float) -> str:
     if "eval/accuracy_greedy" in m:
         parts.append(_eval_text(m))
     return " | ".join(parts)
+
+
+def experiment(name: str) -> Callable[[ml_collections.ConfigDict, str, str | None], None]:
+    """What an entry point of that name does with its config, variant and workdir; without one it makes a new one."""
+
+    def run(config: ml_collections.ConfigDict, variant: str, workdir: str | None) -> None:
+        if workdir is None:
+            workdir = f"runs/{name}-{variant}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
+        # One name, though the clocks of several processes differ.
+        train(config, distributed.from_primary(workdir))
+
+    return run
 
 
 def train(config: ml_collections.ConfigDict, workdir: str, devices=None) -> dict:
