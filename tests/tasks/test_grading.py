@@ -7,7 +7,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rhyme_jax.tasks import answers, symbolic
@@ -244,8 +244,9 @@ def boxes_by_scanning(text: str) -> str | None:
             at += 1
         at += 1
     for start in range(len(text)):
-        if text.startswith("\\boxed{", start) and start not in escaped:
-            depth, at = 1, start + len("\\boxed{")
+        opened = text[start:].removeprefix("\\boxed").lstrip(" ")  # TeX skips spaces after a command
+        if text.startswith("\\boxed", start) and opened.startswith("{") and start not in escaped:
+            depth, at = 1, len(text) - len(opened) + 1
             begin = at
             while at < len(text) and depth:
                 depth += 0 if at in escaped else {"{": 1, "}": -1}.get(text[at], 0)
@@ -255,6 +256,8 @@ def boxes_by_scanning(text: str) -> str | None:
 
 
 @settings(deadline=None)
+@example("\\boxed {}")
+@example("\\\\boxed{1} \\boxed  {2\\boxed{3}} \\boxed{4")
 @given(st.lists(st.sampled_from(["\\boxed{", "\\boxed", "\\", "{", "}", "}", "7", " "]), max_size=30).map("".join))
 def test_boxes_equal_the_oracle(text):
     assert extract_answer(text, ("boxed",)) == boxes_by_scanning(text)
