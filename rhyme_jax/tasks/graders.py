@@ -10,6 +10,7 @@ cannot end a worker that hangs. The processes are started afresh: forking is uns
 import atexit
 import contextlib
 import ctypes
+import functools
 import math
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
@@ -68,6 +69,9 @@ class Graders:
     def submit(self, problem: Problem, texts: Sequence[str]) -> Future:
         """Grades the responses to one problem, whose class must be importable (not one of the main module).
 
+        Responses that are equal are graded once: those of a group come to be so as a model grows sure, and with coupled
+        noise from the start.
+
         Returns:
           A future of the rewards in the order of the texts, list[float]; NaN where a grade is None, and where it takes
           longer than timeout_s or takes its process down. Its result() raises GradingError where grading raises, where
@@ -83,7 +87,7 @@ class Graders:
             if self._threads:
                 self._groups.put((future, problem, list(texts)))
                 return future
-        _settle(future, problem, lambda: _grade(problem, texts))
+        _settle(future, problem, texts, functools.partial(_grade, problem))
         return future
 
     def close(self) -> None:
@@ -112,7 +116,7 @@ class Graders:
         while (group := self._groups.get()) is not None:
             future, problem, texts = group
 
-            def graded(problem=problem, texts=texts) -> list[float]:
+            def graded(texts: list[str], problem=problem) -> list[float]:
                 nonlocal process
                 rewards: list[float] = []
                 while True:
@@ -132,7 +136,7 @@ class Graders:
                         return rewards
 
             if future.set_running_or_notify_cancel():
-                _settle(future, problem, graded)
+                _settle(future, problem, texts, graded)
         if process is not None:
             self._drop(process)
 
@@ -162,10 +166,12 @@ class _Failed(Exception):
     """Grading raised; the process is fine."""
 
 
-def _settle(future: Future, problem: Problem, graded) -> None:
-    """Gives the future the result of graded(), or a GradingError."""
+def _settle(future: Future, problem: Problem, texts: Sequence[str], graded: Callable[[list[str]], list[float]]) -> None:
+    """Gives the future the rewards of texts, of which graded() sees each once, or a GradingError."""
+    distinct = list(dict.fromkeys(texts))
     try:
-        future.set_result(graded())
+        rewards = dict(zip(distinct, graded(distinct), strict=True))
+        future.set_result([rewards[text] for text in texts])
     except Exception as e:
         cause = str(e) if isinstance(e, _Lost | _Failed) else _say(e)
         error = GradingError(problem, cause)

@@ -37,6 +37,10 @@ class Odd(Problem):
             os.kill(os.getpid(), signal.SIGKILL)
         if word == "sleep":
             time.sleep(float(value))
+        if word == "write":
+            with open(value, "a") as file:
+                file.write(".")
+            return 0.25
         if word == "stuck":  # never gives the interpreter back
             re.fullmatch("(a+)+", "a" * 50 + "b")
         if word == "fork":  # leaves a process behind that holds the pipe open
@@ -83,6 +87,20 @@ def gone(process: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_equal_responses_are_graded_once(workers, tmp_path):
+    """All of them get that grade, where they stand; whatever has ended their process has done so once."""
+    graded = tmp_path / "graded"
+    with Graders(workers) as pool:
+        texts = [f"write {graded}", "none", f"write {graded}", "half", "none"]
+        assert repr(pool.submit(odd(), texts).result(WAIT)) == "[0.25, nan, 0.25, 0.5, nan]"
+        assert graded.read_text() == "."
+        if workers:
+            first = pid(pool)
+            assert repr(pool.submit(odd(), ["exit 3", "half", "exit 3"]).result(WAIT)) == "[nan, 0.5, nan]"
+            assert pid(pool) != first
 
 
 def test_processes_grade_as_the_calling_thread_does(two):
