@@ -180,7 +180,7 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     )
     c.grading = ml_collections.ConfigDict()
     c.grading.workers = 1  # processes that grade while others decode; 0: the controller does, and compares no formulas
-    c.grading.timeout = 0.0  # seconds that one response's grade may take; 0: any (formulas have 2 s anyhow)
+    c.grading.timeout = 0.0  # seconds that one response's grade may take; 0: any (formulas: 2 s, programs: their own)
 
     # --- where model-written programs run (bubblewrap), and what one grading of them may take
     c.sandbox = ml_collections.ConfigDict()

@@ -102,6 +102,11 @@ class Sandbox:
     limits: Limits = Limits()
     unsafe_subprocess: bool = False  # plain processes of this user's, where there is no bubblewrap
 
+    @property
+    def longest_s(self) -> float:
+        """Seconds after which a grading of two sandboxes has ended, whatever its program does."""
+        return self.limits.wall_s + 2 * START_SECONDS + 2 * END_SECONDS
+
     def check(self) -> None:
         """Says now whether programs can be run; call it where a run starts. Warns each time where they run unsafely.
 

@@ -31,7 +31,7 @@ from rhyme_jax.histospec.sampling import SamplingParams
 from rhyme_jax.models.config import DTYPES
 from rhyme_jax.models.lora import LoraConfig
 from rhyme_jax.tasks.code import REWARDS
-from rhyme_jax.tasks.problems import check_options
+from rhyme_jax.tasks.problems import TASKS, check_options
 from rhyme_jax.tasks.sandbox import Limits, Sandbox
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -462,6 +462,7 @@ class Settings:
         # Their own checks run now rather than after the weights are loaded.
         self.engine(self.rollout.sampling(), eos_ids=(0,), prompt_slots=self.rollout.max_prompt_tokens)
         self._check_loss()
+        self._check_grading()
         self.optimizer.config(self.total_updates)
 
     def engine(self, sampling: SamplingParams, eos_ids: tuple[int, ...], prompt_slots: int) -> EngineConfig:
@@ -476,6 +477,16 @@ class Settings:
             max_rows=self.rollout.max_rows,
             prompt_slots=prompt_slots,
         )
+
+    def _check_grading(self) -> None:
+        """That a program cannot have its grade masked by stalling: its own limits end it, with a reward of 0."""
+        runs_programs = any("code_reward" in TASKS[t.name].uses for t in self.tasks.values() or [self.task])
+        least = self.sandbox.sandbox().longest_s
+        if runs_programs and 0 < self.grading.timeout < least:
+            raise InputError(
+                f"grading.timeout={self.grading.timeout}: must be 0 or at least {least:g} where programs are run: "
+                "sandbox.wall_s, and what making sandboxes may take"
+            )
 
     def _check_loss(self) -> None:
         """That the loss goes with how rollouts are made."""

@@ -416,6 +416,17 @@ def test_a_timeout_needs_a_process_to_end():
     )
 
 
+def test_a_program_cannot_have_itself_masked_by_stalling():
+    """Its own limits end it, before the grader's do."""
+    code = {"task.name": "functions", "sandbox.wall_s": 3.0}
+    assert refusal(code | {"grading.timeout": 30.0}) == (
+        "grading.timeout=30.0: must be 0 or at least 53 where programs are run: sandbox.wall_s, and what making "
+        "sandboxes may take"
+    )
+    assert Settings.from_config(config(code | {"grading.timeout": 53.0})).grading.timeout == 53
+    assert Settings.from_config(config({"grading.timeout": 30.0})).grading.timeout == 30
+
+
 def test_a_layout_that_would_do_nothing_is_refused():
     assert refusal({"pipeline.mode": "sync", "pipeline.layout": "paper"}) == (
         "pipeline.layout='paper': pipeline.mode='sync' knows equal shares only"
