@@ -3,12 +3,10 @@
 import dataclasses
 
 import gguf
-import jax
 import numpy as np
 
 from rhyme_jax.models import hf_names
 from rhyme_jax.models.config import DecoderConfig, RopeScaling
-from rhyme_jax.models.params import abstract_params
 
 # GPT-2's spelling of the 256 bytes as printable characters, in the order of its vocabulary.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -79,11 +77,6 @@ def gguf_name(hf_name):
         return f"{GGUF_TOP[stem]}.{suffix}"
     _, _, layer, rest = stem.split(".", 3)
     return f"blk.{layer}.{GGUF_LAYER[rest]}.{suffix}"
-
-
-def random_params(config):
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), abstract_params(config))
 
 
 def llama3_factors(config):

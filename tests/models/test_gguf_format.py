@@ -14,7 +14,8 @@ import jax
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf_files import CONFIGS, LLAMA, TOKENS, llama3_factors, random_params, write_gguf
+from gguf_files import CONFIGS, LLAMA, TOKENS, llama3_factors, write_gguf
+from hf_files import random_params
 from safetensors import safe_open
 
 from rhyme_jax.errors import InputError

@@ -5,32 +5,18 @@ import json
 import pathlib
 import tempfile
 
-import jax
-import numpy as np
 import pytest
 import tokenizers
+from hf_files import BASE, edit_json, one_line, random_params
 from tokenizers import models
 
 from rhyme_jax.errors import InputError
 from rhyme_jax.models import hf_config, hf_weights
-from rhyme_jax.models.config import DecoderConfig, RopeScaling
-from rhyme_jax.models.params import abstract_params
+from rhyme_jax.models.config import RopeScaling
 from rhyme_jax.models.tokenizer import Tokenizer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "families"
 
-BASE = DecoderConfig(
-    vocab_size=40,
-    width=16,
-    layers=2,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=8,
-    mlp_width=24,
-    rope_theta=500.0,
-    norm_eps=1e-6,
-    max_positions=64,
-)
 GEMMA = {"activation": "gelu_tanh", "embed_scale": True, "norm_plus_one": True, "post_norms": True, "query_scalar": 3}
 WRITTEN = {
     "llama": BASE,
@@ -76,27 +62,6 @@ def parse(raw):
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "config.json").write_text(json.dumps(raw))
         return hf_config.read_config(folder)
-
-
-def random_params(config):
-    """Every parameter random, biases and norms too, so that no two can be swapped unnoticed."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), abstract_params(config))
-
-
-def edit_json(path, **changes):
-    value = json.loads(path.read_text())
-    path.write_text(json.dumps({k: v for k, v in {**value, **changes}.items() if v != "DELETE"}))
-
-
-def one_line(error):
-    assert "\n" not in str(error.value)
-
-
-@pytest.fixture
-def saved(tmp_path):
-    hf_weights.save_params(tmp_path, random_params(BASE), BASE)
-    return tmp_path
 
 
 @pytest.mark.parametrize("name", WRITTEN)

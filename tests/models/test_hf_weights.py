@@ -12,54 +12,21 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from hf_files import BASE, edit_json, one_line, random_params
 from safetensors.numpy import load_file, save_file
 
 from rhyme_jax.errors import InputError
 from rhyme_jax.models import hf_config, hf_weights
-from rhyme_jax.models.config import DecoderConfig
-from rhyme_jax.models.params import LEARNER_RULES, abstract_params, make_mesh, param_shardings
+from rhyme_jax.models.params import LEARNER_RULES, make_mesh, param_shardings
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "families"
 
-BASE = DecoderConfig(
-    vocab_size=40,
-    width=16,
-    layers=2,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=8,
-    mlp_width=24,
-    rope_theta=500.0,
-    norm_eps=1e-6,
-    max_positions=64,
-)
 CONFIGS = {
     "llama": BASE,
     "llama-untied": dataclasses.replace(BASE, tie_embeddings=False),
     "qwen2": dataclasses.replace(BASE, family="qwen2", qkv_bias=True, tie_embeddings=False),
     "qwen3": dataclasses.replace(BASE, family="qwen3", qk_norm=True),
 }
-
-
-def random_params(config):
-    """Every parameter random, biases and norms too, so that no two can be swapped unnoticed."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), abstract_params(config))
-
-
-def edit_json(path, **changes):
-    value = json.loads(path.read_text())
-    path.write_text(json.dumps({k: v for k, v in {**value, **changes}.items() if v != "DELETE"}))
-
-
-def one_line(error):
-    assert "\n" not in str(error.value)
-
-
-@pytest.fixture
-def saved(tmp_path):
-    hf_weights.save_params(tmp_path, random_params(BASE), BASE)
-    return tmp_path
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
