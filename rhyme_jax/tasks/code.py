@@ -7,25 +7,18 @@ import ast
 import builtins
 import dataclasses
 import functools
-import gzip
-import hashlib
 import itertools
-import json
-import pathlib
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from rhyme_jax.errors import InputError, one_line
-from rhyme_jax.tasks.problems import Problem, Source, normalized
+from rhyme_jax.tasks import files
+from rhyme_jax.tasks.problems import Problem, Source, Split, normalized
 from rhyme_jax.tasks.sandbox import Sandbox, SandboxError
 
 REWARDS = ("all", "fraction")
 MAX_PROGRAM = 1 << 18  # characters; a longer program is graded 0
-MAX_LINE = 1 << 24  # bytes of a line of JSONL, unpacked: some published cases have megabytes of input
-MAX_JSON = 1 << 28  # bytes of a .json file, which is read whole
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
 # Where a completion of a function ends that the model did not end itself (Chen et al. 2021, section 2.1).
 _STOP = re.compile(r"\n(?:class|def|#|if|print|```)")
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")
@@ -210,7 +203,8 @@ def load_code(
     rewarded: str = "all",
     sandbox: Sandbox | None = None,
 ) -> list[CodeProblem]:
-    """Problems of a .jsonl, .jsonl.gz or .json file; of those that ask the same the first.
+    """Problems of a file, a directory of files or a data set of the Hub (see `files.rows`); of those that ask the same
+    the first.
 
     Each record is read by the fields it has:
 
@@ -231,29 +225,32 @@ def load_code(
     if rewarded not in REWARDS:
         raise InputError(f"rewarded={rewarded!r}: must be one of {', '.join(REWARDS)}")
     if not path:
-        raise InputError(f"{field}='': a file of programming problems ({', '.join(SUFFIXES)}) is needed")
+        raise InputError(f"{field}='': a file of programming problems ({', '.join(files.SUFFIXES)}) is needed")
     options = _Options(task, chat, completion, rewarded, sandbox or Sandbox())
     problems: dict[str, CodeProblem] = {}
-    for where, record in _records(field, pathlib.Path(path)):
-        problem = _problem(where, record, options)
-        problems.setdefault(normalized(problem.question), problem)
+    kept = 0
+    for where, row in files.rows(field, path, _COLUMNS):
+        problem = _problem(where, {name: value for name, value in row.items() if value is not None}, options)
+        if (key := normalized(problem.question)) in problems:
+            continue
+        kept += len(key) + sum(map(len, (*problem.tests, *itertools.chain(*problem.cases), problem.solution or "")))
+        if kept > files.MAX_KEPT:
+            raise InputError(f"{field}={path}: holds more than {files.MAX_KEPT} characters of problems")
+        problems[key] = problem
     if not problems:
         raise InputError(f"{field}={path}: holds no problems")
     return list(problems.values())
 
 
-def load(source: Source) -> tuple[list[Problem], list[Problem]]:
+def load(source: Source) -> Split:
     """Disjoint (train, eval) problems of a task's files (see `load_code`), after a first program has run.
-
-    Without an eval_path, eval problems are those whose questions have the smallest hashes, train problems those with
-    the largest: a file that grows moves none from one set into the other.
 
     Raises:
       InputError: programs cannot be run here, a file is missing or malformed, or holds fewer problems than asked for.
     """
-    options, sandbox = source.options, source.sandbox
+    options = source.options
 
-    def read(field: str) -> list[CodeProblem]:
+    def read_field(field: str) -> dict[str, Problem]:
         problems = load_code(
             getattr(options, field),
             field=f"{source.section}.{field}",
@@ -261,71 +258,13 @@ def load(source: Source) -> tuple[list[Problem], list[Problem]]:
             chat=not options.completion,
             completion=options.completion,
             rewarded=options.code_reward or "all",
-            sandbox=sandbox,
+            sandbox=source.sandbox,
         )
-        return sorted(problems, key=lambda p: hashlib.sha256(f"{options.seed}\0{p.question}".encode()).digest())
+        return {normalized(p.question): p for p in problems}
 
-    train = read("path")
-    held_out = read("eval_path") if options.eval_path else train
-    if options.eval_path:
-        asked = {normalized(p.question) for p in held_out}
-        train = [p for p in train if normalized(p.question) not in asked]
-    needed = options.train_size + (0 if options.eval_path else options.eval_size)
-    if len(train) < needed:
-        new = " that eval_path has not" if options.eval_path else ""
-        raise source.error(
-            "path",
-            f"holds {len(train)} different problems{new}, fewer than the {needed} that {source.section}.train_size="
-            f"{options.train_size} and {source.section}.eval_size={options.eval_size} ask for",
-        )
-    if len(held_out) < options.eval_size:
-        size = options.eval_size
-        raise source.error("eval_path", f"holds {len(held_out)} problems, fewer than {source.section}.eval_size={size}")
-    sandbox.check()
-    return train[::-1][: options.train_size], held_out[: options.eval_size]
-
-
-def _records(field: str, file: pathlib.Path) -> Iterator[tuple[str, dict]]:
-    where = f"{field}={file}"
-    if not file.name.endswith(SUFFIXES):
-        raise InputError(f"{where}: must end in {', '.join(SUFFIXES)}")
-    if not file.is_file():
-        raise InputError(f"{where}: no such file")
-    try:
-        if file.suffix == ".json":
-            if file.stat().st_size > MAX_JSON:
-                raise InputError(f"{where}: larger than {MAX_JSON} bytes")
-            rows = _parsed(where, file.read_bytes())
-            if not isinstance(rows, list):
-                raise InputError(f"{where}: expected a list of objects, got {rows!r:.40}")
-            for number, row in enumerate(rows, 1):
-                yield _checked(f"{where}, row {number}", row)
-            return
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
-            for number in itertools.count(1):
-                line = lines.readline(MAX_LINE + 1)
-                if not line:
-                    return
-                at = f"{where}, line {number}"
-                if len(line) > MAX_LINE:
-                    raise InputError(f"{at}: longer than {MAX_LINE} bytes")
-                if line.strip():
-                    yield _checked(at, _parsed(at, line))
-    except (OSError, EOFError) as e:
-        raise InputError(f"{where}: cannot be read ({one_line(e)})") from e
-
-
-def _parsed(where: str, data: bytes) -> Any:
-    try:
-        return json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as e:
-        raise InputError(f"{where}: not valid JSON in UTF-8") from e
-
-
-def _checked(where: str, row: Any) -> tuple[str, dict]:
-    if not isinstance(row, dict):
-        raise InputError(f"{where}: expected an object, got {row!r:.40}")
-    return where, row
+    both = files.split(source, read_field)
+    source.sandbox.check()
+    return both
 
 
 def _problem(where: str, record: dict, options: _Options) -> CodeProblem:
@@ -461,4 +400,9 @@ _FORMATS: tuple[tuple[tuple[str, ...], Callable[[_Fields, _Options], dict]], ...
     (("prompt", "test_list"), _mbpp),
     (("question", "tests"), _asserted),
     (("question", "cases"), _with_cases),
+)
+# What there may be to read of a row.
+_COLUMNS = (
+    *dict.fromkeys(itertools.chain.from_iterable(needs for needs, _ in _FORMATS)),
+    *("canonical_solution", "code", "test_setup_code", "test_imports", "setup", "solution"),
 )

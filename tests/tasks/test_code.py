@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rhyme_jax.errors import InputError
+from rhyme_jax.tasks import files
 from rhyme_jax.tasks.code import CodeProblem, last_block, load, load_code, used_names
 from rhyme_jax.tasks.graders import Graders
 from rhyme_jax.tasks.problems import Source
@@ -199,11 +200,21 @@ MBPP = [
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".parquet", ""])
 def test_mbpp(tmp_path, suffix):
     path = tmp_path / f"mbpp{suffix}"
     lines = "".join(json.dumps(r) + "\n" for r in MBPP + MBPP[:1])
-    if suffix == ".json":
+    if suffix == ".parquet":  # where fields that a record lacks are null
+        pa = pytest.importorskip("pyarrow", reason="pip install pyarrow")
+        from pyarrow import parquet
+
+        columns = dict.fromkeys(name for r in MBPP for name in r)
+        parquet.write_table(pa.table({c: [r.get(c) for r in MBPP] for c in columns}), path)
+    elif not suffix:  # a directory
+        path.mkdir()
+        for number, record in enumerate(MBPP):
+            (path / f"{number}.json").write_text(json.dumps(record))
+    elif suffix == ".json":
         path.write_text(json.dumps(MBPP + MBPP[:1]))
     elif suffix == ".jsonl":
         path.write_text(lines)
@@ -298,7 +309,30 @@ def test_malformed_files(tmp_path, content, says):
     assert says in message and message.startswith(f"task.path={path}") and "\n" not in message
 
 
+def test_files_too_large(tmp_path, monkeypatch):
+    """A few bytes can unpack to a line, or to problems, of any size."""
+    monkeypatch.setattr(files, "MAX_LINE", 200)
+    monkeypatch.setattr(files, "MAX_KEPT", 100)
+    path = tmp_path / "many.jsonl.gz"
+    path.write_bytes(gzip.compress(b" " * 10**6))
+    with pytest.raises(InputError, match=r"many.jsonl.gz, line 1: longer than 200 bytes$"):
+        load_code(str(path))
+    record = {"question": "Q?", "cases": [{"input": "a" * 40, "output": "b" * 40}]}
+    path.write_bytes(gzip.compress("\n".join(json.dumps(record) for _ in range(9)).encode()))
+    assert len(load_code(str(path))) == 1  # the same again takes no memory
+    more = [record, {**record, "question": "And?", "cases": [{"input": "a", "output": "b" * 99}]}]
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, more)).encode()))
+    with pytest.raises(InputError, match=r"many\.jsonl\.gz: holds more than 100 characters of problems"):
+        load_code(str(path))
+
+
 def test_files_that_cannot_be_read(tmp_path):
+    whole = gzip.compress(b'{"question": "q"}' * 1000)
+    (tmp_path / "e.jsonl.gz").write_bytes(whole[:-9])
+    (tmp_path / "f.jsonl.gz").write_bytes(whole[:20] + b"\xff" * 9 + whole[29:])
+    for name in ("e.jsonl.gz", "f.jsonl.gz"):
+        with pytest.raises(InputError, match=f"task.path={tmp_path / name}: cannot be read"):
+            load_code(str(tmp_path / name))
     for name, content in (("a.jsonl.gz", b"not gzip"), ("b.jsonl", b"\xff\xfe"), ("c.txt", b""), ("d.json", b"{}")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match=f"task.path={tmp_path / name}"):

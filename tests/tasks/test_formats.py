@@ -7,7 +7,7 @@ import types
 import pytest
 
 from rhyme_jax.errors import InputError
-from rhyme_jax.tasks import formats, templates
+from rhyme_jax.tasks import files, templates
 from rhyme_jax.tasks.formats import read
 from rhyme_jax.tasks.problems import OPTIONAL, Source, load_problems
 from rhyme_jax.training.settings import Task
@@ -184,7 +184,7 @@ def test_json_files(file):
     assert [p.gold for p in problems(file(json.dumps([record(1), record(2)]), name="list.json"))] == ["2", "3"]
     assert [p.gold for p in problems(file(record(1), record(2), name="lines.json"))] == ["2", "3"]
     assert refusal(file(json.dumps([record(1), 5]), name="bad.json")).endswith(
-        "bad.json, row 2: expected an object with a question and an answer, got 5"
+        "bad.json, row 2: expected an object, got 5"
     )
     assert refusal(file(record(1), "{", name="bad.json")).endswith("bad.json, line 2: not valid JSON")
 
@@ -200,8 +200,8 @@ def test_json_files(file):
         ("{'question': 'a'}", "not valid JSON"),
         ("9" * 5000, "not valid JSON"),  # Python refuses to read it as a number
         ("[" * 100_000, "not valid JSON"),
-        ("[1]", "expected an object with a question and an answer, got [1]"),
-        ("7", "expected an object with a question and an answer, got 7"),
+        ("[1]", "expected an object, got [1]"),
+        ("7", "expected an object, got 7"),
         ({"answer": "#### 1"}, "field 'question' must be a non-empty string, got None; there are answer"),
         ({"question": "a"}, "field 'answer' must be a non-empty string, got None; there are question"),
         (record(1, question="  "), "field 'question' must be a non-empty string, got '  '"),
@@ -227,19 +227,19 @@ def test_files_that_cannot_be_read(tmp_path, file):
     missing = tmp_path / "nowhere.jsonl"
     for path in (missing, str(missing) + "\0", "/dev/null"):
         assert refusal(path) == f"task.path={path}: no such file"
-    assert refusal(tmp_path) == f"task.path={tmp_path}: holds no files that end in .jsonl, .json, .parquet"
+    assert refusal(tmp_path) == f"task.path={tmp_path}: holds no files that end in .jsonl, .jsonl.gz, .json, .parquet"
     for content in ((), ("", "  ")):
         assert refusal(file(*content)).endswith("problems.jsonl: holds no problems")
 
 
 def test_files_too_large(file, monkeypatch, tmp_path):
-    monkeypatch.setattr(formats, "MAX_LINE", 200)
-    monkeypatch.setattr(formats, "MAX_JSON", 300)
-    monkeypatch.setattr(formats, "MAX_KEPT", 100)
-    monkeypatch.setattr(formats, "MAX_FILES", 2)
+    monkeypatch.setattr(files, "MAX_LINE", 200)
+    monkeypatch.setattr(files, "MAX_JSON", 300)
+    monkeypatch.setattr(files, "MAX_KEPT", 100)
+    monkeypatch.setattr(files, "MAX_FILES", 2)
     assert refusal(file(record(1), "x" * 201)).endswith("line 2: longer than 200 bytes")
     assert refusal(file(record(1), "x" * 10**6, end="")).endswith("line 1: longer than 200 bytes")
-    assert refusal(file(*map(record, range(20)))).endswith("holds more than 100 characters of questions and answers")
+    assert refusal(file(*map(record, range(20)))).endswith("holds more than 100 characters of problems")
     assert len(problems(file(*[record(1)] * 50))) == 1  # the same again takes no memory
     said = refusal(file(json.dumps([record(n) for n in range(9)]), name="list.json"))
     assert "the most is 300, larger data must be JSONL or Parquet" in said
@@ -283,7 +283,7 @@ def test_parquet(tmp_path, file, monkeypatch):
     for broken in (b"", b"PAR1", whole[: len(whole) // 2], b"PAR1" + whole[4:-8] + b"\xff" * 4 + b"PAR1"):
         path = file(broken, end="", name="problems.parquet")
         assert refusal(path).startswith(f"task.path={path}: not readable as Parquet after row 0 (")
-    monkeypatch.setattr(formats, "MAX_GROUP", 1000)
+    monkeypatch.setattr(files, "MAX_GROUP", 1000)
     path = write([record(n) for n in range(150)])
     assert "row 1: a row group of" in refusal(path) and refusal(path).endswith("the most is 1000")
 
